@@ -1,0 +1,1 @@
+"""Models: loading, packed forwards, and the embedded one."""

@@ -1,0 +1,228 @@
+"""The embedded model: a Qwen2 of well under a million parameters with its own tokenizer, warm-started on the imperfect expert.
+
+The warm start is language modelling over **all** tokens of the expert's episodes, observations included (a model cloned on actions alone has no state
+features to read a value from), plus regression of V and Q on the episodes' discounted returns (a cold value costs SAPO its first tens of
+iterations). The result is an ordinary Hugging Face directory, cached by the hash of everything that shaped it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+from sapo_fast.advantage import turn_gae
+from sapo_fast.batch import MicroBatch, RolloutBatch, build_rows, micro_batches
+from sapo_fast.models.load import SIDE_FILE, Policy, finish_policy, load_policy, resolve_device
+from sapo_fast.records import Trajectory, Turn
+from sapo_fast.value_tokens import read_values
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from sapo_fast.config import Config
+    from sapo_fast.rollout.prompts import PromptBuilder
+
+log = logging.getLogger("sapo_fast")
+
+RECIPE = 1  # raise when a change here makes older cached warm starts differ from what this code would train
+HIDDEN, LAYERS, HEADS, MLP, VOCAB = 128, 3, 4, 384, 768
+END = "<|end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerBase:
+    """A byte-level BPE on the environment's own text: its words become single tokens, and any other text still encodes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|pad|>", END, "<|system|>", "<|user|>", "<|assistant|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB - 2, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token=END)
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def build_model(tokenizer: PreTrainedTokenizerBase, max_positions: int, seed: int) -> torch.nn.Module:
+    """A fresh model, initialised for its size. Its LM head has unused padding rows beyond the tokenizer, as Qwen's has: w+ and w- come from there."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=64 * math.ceil((len(tokenizer) + 2) / 64),
+        hidden_size=HIDDEN,
+        intermediate_size=MLP,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        use_sliding_window=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+        # At this width the usual std of 0.02 buries a token's identity under the first blocks' outputs: embeddings loud, residual branches quiet.
+        torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
+        for block in model.model.layers:
+            for linear in (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj, block.mlp.gate_proj, block.mlp.up_proj):
+                torch.nn.init.normal_(linear.weight, std=HIDDEN**-0.5)
+            torch.nn.init.normal_(block.self_attn.o_proj.weight, std=0.2 * HIDDEN**-0.5)
+            torch.nn.init.normal_(block.mlp.down_proj.weight, std=0.2 * MLP**-0.5)
+    return model.float()
+
+
+def demonstrations(episodes: Sequence, builder: PromptBuilder, tokenizer: PreTrainedTokenizerBase, reward_scale: float) -> list[Trajectory]:
+    """Expert episodes as trajectories, prompted exactly as the rollout will prompt."""
+    end = tokenizer.eos_token_id
+    out = []
+    for index, episode in enumerate(episodes):
+        history = builder.start()
+        trajectory = Trajectory(task_id=episode.task_id, seed=index, won=episode.won)
+        for step in episode.steps:
+            prompt = history.prompt(step.observation, step.info)
+            response = tokenizer.encode(builder.format_action(step.command), add_special_tokens=False) + [end]
+            trajectory.turns.append(
+                Turn(prompt_ids=prompt, response_ids=response, rollout_logprobs=[0.0] * len(response), reward=step.reward * reward_scale)
+            )
+            history.respond(response, step.command)
+        out.append(trajectory)
+    return out
+
+
+def warm_start_loss(
+    policy: Policy, micro: MicroBatch, batch: RolloutBatch, returns: torch.Tensor, *, r_max: float, tau_v: float, value_coef: float
+) -> torch.Tensor:
+    """Mean next-token cross-entropy over all tokens of the rows + value_coef x squared error of V and Q against the returns (units of r_max)."""
+    hidden = policy.hidden(micro)
+    weight, _ = policy.lm_head()
+    # Next-token pairs inside a row: the last position of each row predicts nothing.
+    inside = torch.ones(len(micro.input_ids), dtype=torch.bool)
+    inside[micro.cu_seqlens[1:].long() - 1] = False
+    rows = inside.nonzero()[:, 0]
+    logits = F.linear(hidden[rows], weight)
+    logits[:, list(policy.value_token_ids)] = -torch.inf
+    loss = F.cross_entropy(logits, micro.input_ids[rows + 1])
+    if value_coef:
+        target = returns[micro.turn_index] / r_max
+        for value_rows in (micro.v_rows, micro.q_rows):
+            value = read_values(
+                hidden=hidden, lm_head=weight, value_token_ids=policy.value_token_ids, rows=value_rows, r_max=r_max, tau_v=tau_v, readout="linear"
+            )
+            loss = loss + value_coef * (value / r_max - target).square().mean()
+    return loss
+
+
+def warm_start(config: Config, suite, builder_for, *, progress: bool = True) -> Policy:
+    """Train tokenizer and model from nothing.
+
+    Args:
+        suite: an environment suite with ``expert_episodes``.
+        builder_for: tokenizer -> PromptBuilder, so that demonstrations are prompted as the rollout prompts.
+    """
+    from tqdm import tqdm
+
+    settings = config.warm_start
+    episodes = list(suite.expert_episodes(settings.episodes, seed=settings.seed, max_turns=config.env.max_turns, **settings.expert))
+    texts = [s.observation + "\n" + s.command for e in episodes for s in e.steps] + [suite.system_prompt]
+    tokenizer = train_tokenizer(texts)
+    device = resolve_device(config.model.device)
+    model = build_model(tokenizer, max(config.rollout.max_context_tokens, 2048), settings.seed).to(device)
+    # The readout is trained here, so its rows start equal (V = 0) and are kept afterwards.
+    policy = finish_policy(model, tokenizer, config.model.model_copy(update={"equal_value_rows": True}), {})
+    batch = build_rows(demonstrations(episodes, builder_for(tokenizer), tokenizer, config.env.reward_scale))
+    zeros = torch.zeros(batch.num_turns)
+    returns = turn_gae(batch.rewards, zeros, cu_turns=batch.cu_turns, gamma=config.advantage.gamma, lam=1.0).advantages
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    generator = torch.Generator().manual_seed(settings.seed)
+    micros: list[MicroBatch] = []
+    bar = tqdm(range(settings.steps), desc="warm start", disable=not progress, unit="step")
+    for step in bar:
+        if not micros:
+            shuffled = torch.randperm(len(batch.rows), generator=generator).tolist()
+            pool = micro_batches(batch, shuffled, settings.batch_tokens)
+            micros = [pool[i] for i in torch.randperm(len(pool), generator=generator).tolist()]
+        done = step / max(1, settings.steps)
+        optimizer.param_groups[0]["lr"] = settings.lr * min(1.0, (step + 1) / 50) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+        loss = warm_start_loss(
+            policy, micros.pop().to(device), batch, returns, r_max=config.loss.r_max, tau_v=config.loss.tau_v, value_coef=settings.value_coef
+        )
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        if step % 10 == 0:
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+    return policy
+
+
+def cache_key(config: Config, suite_name: str) -> str:
+    """Hash of everything that shapes the warm start."""
+    settings = config.warm_start.model_dump(exclude={"cache_dir"})
+    shaped = {
+        "recipe": RECIPE,
+        "size": [HIDDEN, LAYERS, HEADS, MLP, VOCAB],
+        "suite": suite_name,
+        "warm_start": settings,
+        "env": config.env.model_dump(),
+        "prompt": config.prompt.model_dump(),
+        "value": [config.advantage.gamma, config.loss.r_max, config.loss.tau_v],
+    }
+    return hashlib.sha256(json.dumps(shaped, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def save_policy(policy: Policy, where: Path, side: dict) -> None:
+    """Write a Hugging Face directory whole: a temporary sibling, then a rename."""
+    where.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=where.name + ".", dir=where.parent))
+    try:
+        policy.model.save_pretrained(temporary)
+        policy.tokenizer.save_pretrained(temporary)
+        (temporary / SIDE_FILE).write_text(json.dumps({"value_token_ids": list(policy.value_token_ids), **side}))
+        os.replace(temporary, where)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if not (where / SIDE_FILE).is_file():  # another process finished the same warm start first: its result is as good
+            raise
+
+
+def load_or_train(config: Config, suite, builder_for, *, progress: bool = True) -> Policy:
+    """The warm-started tiny model for this configuration, from the cache or trained now."""
+    if not hasattr(suite, "expert_episodes"):
+        raise ValueError(
+            f"model.path=tiny needs a suite with expert_episodes(n, seed=, max_turns=) to learn from; {suite.name!r} has none. "
+            "Add it (docs/environments.md), or set model.path to a Hugging Face causal LM"
+        )
+    where = Path(config.warm_start.cache_dir).expanduser() / f"tiny-{suite.name}-{cache_key(config, suite.name)}"
+    if not (where / SIDE_FILE).is_file():
+        log.info("warm start: training the tiny model (cached at %s)", where)
+        policy = warm_start(config, suite, builder_for, progress=progress)
+        save_policy(policy, where, {"trained_readout": config.warm_start.value_coef > 0})
+    else:
+        log.info("warm start: found in the cache at %s", where)
+    # Loaded from disk in both cases, so that a first run and a cached one start from the same bytes.
+    return load_policy(config.model.model_copy(update={"path": str(where)}))
+
+
