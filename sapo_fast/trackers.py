@@ -1,0 +1,163 @@
+"""Where a run's numbers go: metrics.jsonl always, TensorBoard and Weights & Biases when asked for.
+
+``metrics.jsonl`` holds one JSON object an iteration, written whole and at once, so that a killed run leaves at most one broken last line (readers here
+skip it). A number that is not finite is written as null and named in ``non_finite``: JSON has no NaN, and a NaN must be seen.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Tracker:
+    """The sinks of one run.
+
+    ``start_iteration``: where the run goes on; what an earlier process logged from there on is dropped, so that no iteration is told twice.
+    ValueError if ``tensorboard`` or ``wandb`` is asked for and not installed.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, *, start_iteration: int = 0, tensorboard: bool = False, wandb: bool = False, config: Mapping[str, Any] | None = None
+    ):
+        _require("tensorboard", tensorboard, "log.tensorboard", "pip install 'sapo_fast[train]'")
+        _require("wandb", wandb, "log.wandb", "pip install wandb")
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        for name in ("metrics.jsonl", "values.jsonl", "episodes.jsonl"):
+            _drop_from(self.run_dir / name, start_iteration)
+        self._write_episodes_page()
+        self._board = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=start_iteration)
+        self._wandb = None
+        if wandb:
+            self._wandb = _start_wandb(self.run_dir, config)
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """One iteration's numbers, by name ('loss/policy'). Call it once an iteration."""
+        numbers = {name: float(value) for name, value in metrics.items()}
+        bad = sorted(name for name, value in numbers.items() if not math.isfinite(value))
+        record: dict[str, Any] = {"iteration": iteration, **{name: None if name in bad else _plain(value) for name, value in numbers.items()}}
+        if bad:
+            record["non_finite"] = bad
+        _append(self.run_dir / "metrics.jsonl", record)
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, iteration)
+            self._board.flush()
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=iteration)
+
+    def values(self, iteration: int, *, v: Sequence[float], q: Sequence[float], returns: Sequence[float]) -> None:
+        """A sample of predicted values and the discounted returns that followed, reward units; same lengths (a sequence may be empty)."""
+        _append(self.run_dir / "values.jsonl", {"iteration": iteration, "v": list(v), "q": list(q), "returns": list(returns)})
+
+    def episodes(self, iteration: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Episodes in words. A record: ``task`` (text), ``outcome`` (text), ``return`` (number) and ``turns``, a list of mappings with ``observation``,
+        ``response`` and, where known, ``v``, ``q``, ``reward`` and ``invalid``. Kept in episodes.jsonl; episodes.md is the same for people."""
+        for record in records:
+            _append(self.run_dir / "episodes.jsonl", {"iteration": iteration, **record})
+        self._write_episodes_page()
+
+    def close(self) -> None:
+        """Flush and close every sink."""
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write_episodes_page(self) -> None:
+        records = list(read_jsonl(self.run_dir / "episodes.jsonl"))
+        if records:
+            _replace(self.run_dir / "episodes.md", "# Sample episodes\n\n" + "\n".join(map(episode_text, reversed(records))))
+
+
+def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The records of a file written here; a line that a kill cut short is left out. A missing file has none."""
+    if not Path(path).is_file():
+        return
+    with open(path, encoding="utf-8") as stream:
+        for line in stream:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+
+def episode_text(record: Mapping[str, Any]) -> str:
+    """One sample episode as Markdown: a heading and a table of turns."""
+    lines = [
+        f"## Iteration {record['iteration']}: {_cell(record.get('task', ''))}",
+        "",
+        f"{_cell(record.get('outcome', ''))}, return {record.get('return', 0):g}",
+        "",
+        "| turn | observation | response | V | Q | reward |",
+        "|---:|---|---|---:|---:|---:|",
+    ]
+    for number, turn in enumerate(record.get("turns", []), start=1):
+        response = _cell(turn.get("response", "")) + (" **(invalid)**" if turn.get("invalid") else "")
+        numbers = [f"{turn[name]:.2f}" if turn.get(name) is not None else "" for name in ("v", "q", "reward")]
+        lines.append("| " + " | ".join([str(number), _cell(turn.get("observation", "")), response, *numbers]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    for plain, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("\r", ""), ("\n", "<br>")):
+        text = text.replace(plain, escaped)
+    return text.strip()
+
+
+def _plain(value: float) -> float | int:
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def _append(path: Path, record: Mapping[str, Any]) -> None:
+    line = (json.dumps(record, allow_nan=False) + "\n").encode()
+    with open(path, "ab") as stream:
+        stream.write(line)  # one write of one buffer: a reader never sees half of it unless the machine dies
+        stream.flush()
+
+
+def _drop_from(path: Path, iteration: int) -> None:
+    """Leave only whole records before ``iteration``."""
+    if not path.is_file():
+        return
+    kept = [record for record in read_jsonl(path) if record["iteration"] < iteration]
+    _replace(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".tmp-{path.name}")
+    with open(temporary, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+
+
+def _require(module: str, wanted: bool, key: str, install: str) -> None:
+    if wanted and importlib.util.find_spec(module) is None:
+        raise ValueError(f"{key}=true needs the package {module}, which is not installed; {install}, or set {key}=false")
+
+
+def _start_wandb(run_dir: Path, config: Mapping[str, Any] | None) -> Any:
+    import wandb
+
+    name_file = run_dir / "wandb_id"
+    run_id = name_file.read_text(encoding="utf-8").strip() if name_file.is_file() else wandb.util.generate_id()
+    _replace(name_file, run_id)  # a resumed process goes on in the same wandb run
+    return wandb.init(project="sapo_fast", name=run_dir.name, id=run_id, resume="allow", dir=str(run_dir), config=dict(config or {}))
