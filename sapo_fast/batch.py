@@ -64,7 +64,7 @@ class MicroBatch:
 
     input_ids: torch.Tensor  # [L] int64
     position_ids: torch.Tensor  # [L] int64, restart at each row
-    cu_seqlens: torch.Tensor  # [R+1] int32
+    cu_seqlens: list[int]  # R+1 offsets; plain ints, so that no forward waits for the device
     action_rows: torch.Tensor  # [n] int64: position that predicts each response token
     actions: torch.Tensor  # [n] int64
     token_index: torch.Tensor  # [n] int64 into the flat [N] arrays
@@ -180,7 +180,7 @@ def pack(batch: RolloutBatch, row_indices: Sequence[int]) -> MicroBatch:
     return MicroBatch(
         input_ids=long(ids),
         position_ids=joined(positions),
-        cu_seqlens=torch.tensor(cu, dtype=torch.int32),
+        cu_seqlens=cu,
         action_rows=joined(action_rows),
         actions=batch.actions[index],
         token_index=index,

@@ -41,6 +41,7 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     end: EndReason = "terminated"
     won: bool = False
+    task_type: str = ""  # the environment's own family of tasks, for success per family
     group: int = 0  # trajectories of one task in one iteration share a group (GRPO)
     final_prompt_ids: list[int] | None = None  # the context after the last turn, kept for truncated episodes (bootstrap)
     error: str | None = None  # the crash, as text

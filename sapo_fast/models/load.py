@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sapo_fast.batch import MicroBatch
-from sapo_fast.models.packed import lm_head_of, packed_hidden, use_packed_attention
+from sapo_fast.models.packed import lm_head_of, packed_hidden, prepare
 from sapo_fast.value_tokens import check_value_tokens, choose_value_tokens, equalize_rows
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def load_policy(section: ModelSection) -> Policy:
 
 
 def finish_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: ModelSection, side: dict) -> Policy:
-    use_packed_attention(model)
+    prepare(model)
     ids = prepare_value_tokens(model, tokenizer, section.value_tokens, side, section.equal_value_rows)
     if section.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -120,7 +120,7 @@ def warm_start_loss(
     weight, _ = policy.lm_head()
     # Next-token pairs inside a row: the last position of each row predicts nothing.
     inside = torch.ones(len(micro.input_ids), dtype=torch.bool)
-    inside[micro.cu_seqlens[1:].long() - 1] = False
+    inside[torch.tensor(micro.cu_seqlens[1:]) - 1] = False
     rows = inside.nonzero()[:, 0]
     logits = F.linear(hidden[rows], weight)
     logits[:, list(policy.value_token_ids)] = -torch.inf

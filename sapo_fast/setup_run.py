@@ -1,0 +1,63 @@
+"""From a config to the parts of a run: policy, engine, prompts, episode runner. Shared by training, evaluation and the command line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sapo_fast.config import Config
+from sapo_fast.envs.base import TaskSuite
+from sapo_fast.models.load import Policy, load_policy
+from sapo_fast.rollout.engine import Engine, Sampling
+from sapo_fast.rollout.episodes import EpisodeRunner
+from sapo_fast.rollout.prompts import PromptBuilder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def prompt_builder(config: Config, suite: TaskSuite, tokenizer: PreTrainedTokenizerBase) -> PromptBuilder:
+    p = config.prompt
+    return PromptBuilder(
+        tokenizer,
+        system_prompt=suite.system_prompt,
+        history=p.history,
+        window=p.window,
+        think=p.think,
+        action_tags=p.action_tags,
+        admissible=p.admissible,
+        invalid_rule=p.invalid_rule,
+    )
+
+
+def build_policy(config: Config, suite: TaskSuite, *, progress: bool = True) -> Policy:
+    """The model of ``config.model``: the embedded one (warm-started, cached) or a Hugging Face causal LM from disk."""
+    if config.model.path == "tiny":
+        from sapo_fast.models.tiny import load_or_train
+
+        return load_or_train(config, suite, lambda tokenizer: prompt_builder(config, suite, tokenizer), progress=progress)
+    return load_policy(config.model)
+
+
+def make_engine(config: Config, policy: Policy) -> Engine:
+    from sapo_fast.rollout.hf import HFEngine
+
+    return HFEngine(
+        policy.model,
+        value_token_ids=policy.value_token_ids,
+        max_context_tokens=config.rollout.max_context_tokens,
+        max_batch=config.rollout.max_live_episodes,
+    )
+
+
+def make_runner(config: Config, suite: TaskSuite, engine: Engine, builder: PromptBuilder, *, temperature: float) -> EpisodeRunner:
+    sampling = Sampling(temperature=temperature, max_new_tokens=config.rollout.max_response_tokens, stop_ids=tuple(builder.end_ids))
+    return EpisodeRunner(
+        suite,
+        engine,
+        builder,
+        builder.tokenizer,
+        sampling=sampling,
+        max_turns=config.env.max_turns,
+        reward_scale=config.env.reward_scale,
+        max_live=config.rollout.max_live_episodes,
+    )
