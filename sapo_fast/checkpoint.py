@@ -114,7 +114,7 @@ def latest(directory: str | Path) -> Path | None:
             log.warning("checkpoint passed over: %s", error)
             damaged.append(str(error))
     if damaged:
-        raise CheckpointError("every checkpoint is damaged; start anew with --resume never or another output_dir:\n" + "\n".join(damaged))
+        raise CheckpointError("every checkpoint is damaged; delete them, or choose another output_dir:\n" + "\n".join(damaged))
     return None
 
 
@@ -131,24 +131,23 @@ def unique_tensors(model: nn.Module) -> dict[str, Tensor]:
     return unique
 
 
-def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy into ``model`` in place what ``unique_tensors`` gave, so that ties and the optimizer's references hold. ValueError if names, shapes or dtypes
-    differ, before anything is copied."""
-    own = unique_tensors(model)
-    missing, extra = own.keys() - tensors.keys(), tensors.keys() - own.keys()
+def load_tensors(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Copy ``saved`` into the live tensors ``own`` (``unique_tensors(model)``, or any mapping that was saved) in place, so that ties and the optimizer's
+    references hold. ValueError if names, shapes or dtypes differ, before anything is copied."""
+    missing, extra = own.keys() - saved.keys(), saved.keys() - own.keys()
     if missing or extra:
         raise ValueError(
             f"the checkpoint is of another model: missing {sorted(missing)[:3]}, unexpected {sorted(extra)[:3]} "
             f"({len(missing)} and {len(extra)} in all); use the configuration that it was saved with"
         )
-    for name, tensor in tensors.items():
+    for name, tensor in saved.items():
         if tensor.shape != own[name].shape or tensor.dtype != own[name].dtype:
             raise ValueError(
                 f"the checkpoint is of another model: {name} is {tuple(tensor.shape)} {tensor.dtype} there and "
                 f"{tuple(own[name].shape)} {own[name].dtype} here; use the configuration that it was saved with"
             )
     with torch.no_grad():
-        for name, tensor in tensors.items():
+        for name, tensor in saved.items():
             own[name].copy_(tensor)
 
 
@@ -254,6 +253,7 @@ def export_hf(model: nn.Module, tokenizer: Any, value_token_ids: tuple[int, int]
             "value_token_ids": list(value_token_ids),
             "r_max": r_max,
             "tau_v": tau_v,
+            "trained_readout": True,
             "value": "V = r_max * (logit[w_plus] - logit[w_minus]) / tau_v at the last token of the context, Q at the last token of the action; "
             "generation must never produce the two ids (generation_config.json bans them; elsewhere use a logit bias of -100)",
         }
