@@ -7,12 +7,12 @@ to learn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 from sapo_fast.envs.household import NOTHING_HAPPENS, Household
-from sapo_fast.envs.household_world import LAMP, LAMP_PRIOR, OPENABLE, PRIORS, PROCESS_OF_TYPE, RESULT_WORD, TOOLS, type_of
+from sapo_fast.envs.household_world import ANYWHERE, LAMP, LAMP_PRIOR, OPENABLE, PRIORS, PROCESS_OF_TYPE, RESULT_WORD, TOOLS, type_of
 
 _PROCESS_OF_WORD = {word: verb for verb, word in RESULT_WORD.items()}
 
@@ -27,10 +27,10 @@ class ExpertNoise:
     ``p_blind``: each choice of where to search, any unsearched place instead of the likeliest.
     """
 
-    p_random: float = 0.15
-    p_forget: float = 0.25
-    p_revisit: float = 0.25
-    p_blind: float = 0.5
+    p_random: float = 0.3
+    p_forget: float = 0.4
+    p_revisit: float = 0.45
+    p_blind: float = 0.8
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -43,10 +43,7 @@ class ExpertNoise:
 
 
 class HouseholdExpert:
-    """Plays one episode: ``start`` with the first observation, then ``act`` and ``observe`` in turn.
-
-    A goal that is met twice over in text only (two objects of the kind, two lamps) needs no more than the text: nothing else is read.
-    """
+    """Plays one episode: ``start`` with the first observation, then ``act`` and ``observe`` in turn."""
 
     def __init__(self, rng: Random, noise: ExpertNoise) -> None:
         self._rng, self._noise = rng, noise
@@ -124,7 +121,7 @@ class HouseholdExpert:
                 return self._reach(self._at) or f"move {held} to {self._at}"
             if self._looking:
                 if self._lamp_at is None:
-                    return self._search(LAMP_PRIOR)
+                    return self._search(self._lamp_weight)
                 return f"use {LAMP}" if self._at == self._lamp_at else f"go to {self._lamp_at}"
             if self._process and self._process not in self._done_to.get(held, ()) and not self._forgot:
                 tool = next(place for place in self._places if type_of(place) == TOOLS[self._process])
@@ -136,7 +133,7 @@ class HouseholdExpert:
             return self._reach(target) or f"move {held} to {target}"
         known = self._known_object()
         if known is None:
-            return self._search(PRIORS[self._object])
+            return self._search(self._object_weight)
         thing, place = known
         return self._reach(place) or f"take {thing} from {place}"
 
@@ -165,7 +162,7 @@ class HouseholdExpert:
         found = [(thing, place) for place, things in self._seen.items() for thing in things if type_of(thing) == self._object and place != keep]
         return min(found, key=lambda pair: pair[1] != self._at, default=None)
 
-    def _search(self, prior: dict[str, int]) -> str:
+    def _search(self, weight: Callable[[str], float]) -> str:
         at = self._at
         arrived = at is not None and at == self._aim and at not in self._seen and at not in self._skipped
         if arrived and not self._forgets(at):
@@ -177,26 +174,33 @@ class HouseholdExpert:
         elif fresh and self._chance(self._noise.p_blind):
             self._aim = self._pick(fresh)
         else:
-            self._aim = max(fresh, key=lambda place: self._worth(place, prior), default=None)
-            if self._aim is None or self._worth(self._aim, prior) == 0:
-                self._aim = self._last_resort(prior)
+            self._aim = max(fresh, key=lambda place: self._worth(place, weight), default=None)
+            if self._aim is None or self._worth(self._aim, weight) == 0:
+                self._aim = self._last_resort(weight)
         return self._reach(self._aim) or "look"
 
-    def _last_resort(self, prior: dict[str, int]) -> str:
+    def _last_resort(self, weight: Callable[[str], float]) -> str:
         """Nothing likely is unseen: go back to what was left closed, then to unlikely places, then anywhere."""
         left = [place for place in self._places if place in self._skipped]
         self._skipped.clear()
         unseen = left or [place for place in self._places if place not in self._seen]
         if unseen:
-            return max(unseen, key=lambda place: self._worth(place, prior))
+            return max(unseen, key=lambda place: self._worth(place, weight))
         return self._pick([place for place in self._places if place != self._at])
 
-    def _worth(self, place: str, prior: dict[str, int]) -> float:
-        """Weight a turn: a closed place costs one turn more. An object is not looked for where it would already have won."""
+    def _worth(self, place: str, weight: Callable[[str], float]) -> float:
+        """Weight a turn: a closed place costs one turn more."""
         kind = type_of(place)
-        if kind == self._target and self._process is None:
-            return 0.0
-        return prior.get(kind, 0) / (2 if kind in OPENABLE and place not in self._opened else 1)
+        return weight(kind) / (2 if kind in OPENABLE and place not in self._opened else 1)
+
+    def _object_weight(self, kind: str) -> float:
+        """How likely the wanted object is there: never at the tool, or without a process where it would already have won."""
+        never = TOOLS[self._process] if self._process else self._target
+        return 0.0 if kind == never else ANYWHERE + PRIORS[self._object].get(kind, 0)
+
+    @staticmethod
+    def _lamp_weight(kind: str) -> float:
+        return LAMP_PRIOR.get(kind, 0)
 
     def _forgets(self, place: str) -> bool:
         """Whether a closed place is left closed; decided once, then remembered in ``_skipped``."""
@@ -223,7 +227,7 @@ class ExpertTurn:
 
 @dataclass
 class ExpertEpisode:
-    """One demonstration. ``final_observation`` answers the last command; ``truncated``: the turn limit ended it."""
+    """One demonstration. ``final_observation`` answers the last command; not ``won``: the turn limit ended it."""
 
     task_id: str
     task_type: str

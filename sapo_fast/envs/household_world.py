@@ -1,6 +1,6 @@
 """What the household is made of: rooms, receptacles, objects, and the seeded generator of tasks.
 
-A task is a room (8 to 11 receptacles), objects put in it by the priors below, and a goal of one of six families (those of ALFWorld). Every task is a
+A task is a room (10 or 11 receptacles), objects put in it by the priors below, and a goal of one of six families (those of ALFWorld). Every task is a
 function of (suite seed, split, index) alone. Training and evaluation tasks cannot share content: a digest of the content says which split it belongs to,
 and a draw that falls in the other split is thrown away.
 
@@ -32,10 +32,13 @@ OPENABLE = frozenset({"cabinet", "drawer", "fridge", "microwave", "safe"})
 #: Receptacle types one puts things in rather than on.
 HOLLOW = OPENABLE | {"bathtub", "garbagecan", "sinkbasin"}
 
+#: The weight of a receptacle no prior speaks of: most things are where they belong, some are not.
+ANYWHERE = 1
+
 LAMP = "desklamp 1"
 LAMP_PRIOR: dict[str, int] = {"desk": 4, "sidetable": 3, "dresser": 3, "coffeetable": 1, "shelf": 1}
 
-#: Where things tend to be: object type -> receptacle type -> weight of each such receptacle. Absent: never there at the start.
+#: Where things tend to be: object type -> receptacle type -> weight of each such receptacle, on top of ``ANYWHERE`` for every receptacle.
 PRIORS: dict[str, dict[str, int]] = {
     "apple": {"fridge": 4, "diningtable": 3, "countertop": 2, "garbagecan": 2, "microwave": 1, "sinkbasin": 1},
     "book": {"bed": 3, "desk": 3, "shelf": 3, "sofa": 2, "coffeetable": 2, "sidetable": 1, "dresser": 1, "drawer": 1, "armchair": 1},
@@ -93,34 +96,34 @@ class Room:
 _LIVING_TASKS = ("pick_and_place", "look_at_obj_in_light", "pick_two_obj_and_place")
 ROOMS: dict[str, Room] = {
     "kitchen": Room(
-        always=("cabinet", "cabinet", "countertop", "drawer", "fridge", "microwave", "sinkbasin"),
-        at_most={"cabinet": 3, "coffeemachine": 1, "countertop": 2, "diningtable": 1, "drawer": 2, "garbagecan": 1, "shelf": 1, "stoveburner": 1},
+        always=("cabinet", "cabinet", "cabinet", "countertop", "drawer", "fridge", "microwave", "sinkbasin"),
+        at_most={"cabinet": 4, "coffeemachine": 1, "countertop": 2, "diningtable": 1, "drawer": 2, "garbagecan": 1, "shelf": 1, "stoveburner": 1},
         objects=("apple", "bowl", "bread", "cup", "egg", "knife", "mug", "pan", "plate", "potato", "spoon", "tomato"),
         task_types=("pick_and_place", "pick_clean_then_place", "pick_heat_then_place", "pick_cool_then_place", "pick_two_obj_and_place"),
     ),
     "bedroom": Room(
-        always=("bed", "desk", "drawer", "drawer", "shelf", "sidetable"),
-        at_most={"armchair": 1, "drawer": 3, "dresser": 1, "garbagecan": 1, "safe": 1, "shelf": 2, "sidetable": 2},
+        always=("bed", "cabinet", "desk", "drawer", "drawer", "drawer", "shelf", "sidetable"),
+        at_most={"armchair": 1, "cabinet": 2, "drawer": 4, "dresser": 1, "garbagecan": 1, "safe": 1, "shelf": 2, "sidetable": 2},
         objects=("book", "bowl", "cd", "cellphone", "creditcard", "keychain", "laptop", "mug", "pen", "pillow", "vase", "watch"),
         task_types=_LIVING_TASKS,
     ),
     "livingroom": Room(
-        always=("armchair", "coffeetable", "drawer", "drawer", "sidetable", "sofa"),
-        at_most={"armchair": 2, "cabinet": 2, "desk": 1, "diningtable": 1, "drawer": 3, "dresser": 1, "garbagecan": 1, "safe": 1, "shelf": 1, "tvstand": 1},
+        always=("armchair", "cabinet", "coffeetable", "drawer", "drawer", "drawer", "sidetable", "sofa"),
+        at_most={"armchair": 2, "cabinet": 2, "desk": 1, "diningtable": 1, "drawer": 4, "dresser": 1, "safe": 1, "shelf": 1, "tvstand": 1},
         objects=("book", "bowl", "cellphone", "creditcard", "keychain", "laptop", "newspaper", "pillow", "remotecontrol", "vase", "watch"),
         task_types=_LIVING_TASKS,
     ),
     "bathroom": Room(
-        always=("cabinet", "cabinet", "countertop", "drawer", "sinkbasin", "toilet"),
-        at_most={"bathtub": 1, "cabinet": 4, "countertop": 2, "drawer": 2, "garbagecan": 1, "shelf": 1},
+        always=("cabinet", "cabinet", "cabinet", "countertop", "drawer", "drawer", "sinkbasin", "toilet"),
+        at_most={"bathtub": 1, "cabinet": 4, "countertop": 2, "drawer": 3, "garbagecan": 1, "shelf": 1},
         objects=("candle", "cloth", "cup", "soapbar", "spraybottle", "toiletpaper"),
         task_types=("pick_and_place", "pick_clean_then_place", "pick_two_obj_and_place"),
     ),
 }
 
-_MIN_RECEPTACLES, _MAX_RECEPTACLES = 8, 11
+_MIN_RECEPTACLES, _MAX_RECEPTACLES = 10, 11
 _MIN_DISTRACTORS, _MAX_DISTRACTORS = 5, 8
-_SECOND_COPY = 0.3  # how often one more object of the wanted type than needed is there
+_SECOND_COPY = 0.1  # how often one more object of the wanted type than needed is there
 _EVAL_SHARE = 8  # one content in so many belongs to evaluation
 
 
@@ -186,6 +189,12 @@ def generate_task(task_id: str, split: str, index: int, seed: int, task_types: S
         attempt += 1
 
 
+def excluded_starts(task_type: str, target_type: str) -> tuple[str, ...]:
+    """Receptacle types that never hold the wanted object at the start: the tool's, or without a process the target's (the task would be won)."""
+    process = PROCESS_OF_TYPE.get(task_type)
+    return (TOOLS[process],) if process else (target_type,)
+
+
 def _pick(rng: Random, items: Sequence[T]) -> T:
     return items[int(rng.random() * len(items))]
 
@@ -217,9 +226,9 @@ def _numbered(types: Sequence[str]) -> list[str]:
     return names
 
 
-def _place(rng: Random, prior: dict[str, int], receptacles: Sequence[str]) -> str | None:
-    weights = [prior.get(type_of(name), 0) for name in receptacles]
-    return pick_weighted(rng, receptacles, weights) if any(weights) else None
+def _place(rng: Random, kind: str, receptacles: Sequence[str]) -> str:
+    prior = PRIORS[kind]
+    return pick_weighted(rng, receptacles, [ANYWHERE + prior.get(type_of(name), 0) for name in receptacles])
 
 
 def _layout(rng: Random, room: Room) -> list[str]:
@@ -231,7 +240,7 @@ def _layout(rng: Random, room: Room) -> list[str]:
 
 
 def _draw(task_id: str, rng: Random, task_types: Sequence[str]) -> HouseholdTask | None:
-    """One draw; None where the goal cannot be set in the room drawn (no target, or nowhere to start)."""
+    """One draw; None where the room drawn has no target for the goal."""
     task_type = _pick(rng, task_types)
     process = PROCESS_OF_TYPE.get(task_type)
     room_name = _pick(rng, [name for name, room in ROOMS.items() if task_type in room.task_types])
@@ -242,7 +251,7 @@ def _draw(task_id: str, rng: Random, task_types: Sequence[str]) -> HouseholdTask
 
     lamp_place = None
     if room_name in ("bedroom", "livingroom"):
-        lamp_place = _place(rng, LAMP_PRIOR, receptacles)
+        lamp_place = pick_weighted(rng, receptacles, [LAMP_PRIOR.get(type_of(name), 0) for name in receptacles])
 
     target_type = ""
     if task_type != "look_at_obj_in_light":
@@ -252,21 +261,15 @@ def _draw(task_id: str, rng: Random, task_types: Sequence[str]) -> HouseholdTask
             return None
         target_type = _pick(rng, targets)
 
-    # Without a process, an object that starts at the target would make the task won before it begins.
-    starts = [name for name in receptacles if process is not None or type_of(name) != target_type]
+    starts = [name for name in receptacles if type_of(name) not in excluded_starts(task_type, target_type)]
     copies = (2 if task_type == "pick_two_obj_and_place" else 1) + (rng.random() < _SECOND_COPY)
     things: list[tuple[str, str]] = []
     for _ in range(copies):
-        place = _place(rng, PRIORS[wanted], starts)
-        if place is None:
-            return None
-        things.append((wanted, place))
+        things.append((wanted, _place(rng, wanted, starts)))
     others = [kind for kind in room.objects if kind != wanted]
     for _ in range(_between(rng, _MIN_DISTRACTORS, _MAX_DISTRACTORS)):
         kind = _pick(rng, others)
-        place = _place(rng, PRIORS[kind], receptacles)
-        if place is not None:
-            things.append((kind, place))
+        things.append((kind, _place(rng, kind, receptacles)))
 
     # Numbers are dealt at random, so that "mug 1" says nothing of where it is.
     things = _shuffled(rng, things)
