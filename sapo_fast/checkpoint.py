@@ -17,9 +17,8 @@ import random
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 log = logging.getLogger(__name__)
 
 FORMAT = 1
+SIDE_FILE = "sapo_fast.json"  # the name that models.load looks for
 _NAME = re.compile(r"^iteration-(\d{6,})(?:-(\d+))?$")  # the second number: the same iteration saved again
 _GROUP = re.compile(r"^[a-z][a-z0-9_]*$")
 
@@ -36,14 +36,12 @@ class CheckpointError(ValueError):
     """A checkpoint that must not be used: which file, what is wrong with it."""
 
 
-@dataclass
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """What ``load`` read. ``tensors[group][name]`` on the CPU; ``state`` as saved, tuples as lists."""
 
-    path: Path
-    iteration: int
     tensors: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
+    iteration: int
 
 
 def save(
@@ -97,7 +95,7 @@ def load(path: str | Path) -> Checkpoint:
 
     tensors = {name.removesuffix(".safetensors"): load_file(path / name) for name in manifest["files"] if name.endswith(".safetensors")}
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    return Checkpoint(path, manifest["iteration"], tensors, state)
+    return Checkpoint(tensors, state, manifest["iteration"])
 
 
 def latest(directory: str | Path) -> Path | None:
@@ -131,7 +129,7 @@ def unique_tensors(model: nn.Module) -> dict[str, Tensor]:
     return unique
 
 
-def load_tensors(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+def copy_into(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     """Copy ``saved`` into the live tensors ``own`` (``unique_tensors(model)``, or any mapping that was saved) in place, so that ties and the optimizer's
     references hold. ValueError if names, shapes or dtypes differ, before anything is copied."""
     missing, extra = own.keys() - saved.keys(), saved.keys() - own.keys()
@@ -232,40 +230,36 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(keys), gauss))
 
 
-def export_hf(model: nn.Module, tokenizer: Any, value_token_ids: tuple[int, int], directory: str | Path, *, r_max: float, tau_v: float) -> Path:
+def export_hf(
+    model: nn.Module, tokenizer: Any, value_token_ids: tuple[int, int], directory: str | Path, side: Mapping[str, Any]
+) -> Path:
     """Write a plain Hugging Face model directory whose generation never produces w+ or w-, and ``sapo_fast.json`` to read V and Q with.
 
-    Atomic. An earlier export in ``directory`` is replaced; a directory that holds anything else is refused.
+    ``side``: JSON values kept in ``sapo_fast.json`` beside the value ids (r_max, tau_v, readout, trained_readout).
+    Atomic. An earlier export in ``directory`` is replaced; a directory that holds anything else is refused (ValueError).
     """
     directory = Path(directory)
-    if directory.exists() and (not directory.is_dir() or (any(directory.iterdir()) and not (directory / "sapo_fast.json").is_file())):
+    if directory.exists() and (not directory.is_dir() or (any(directory.iterdir()) and not (directory / SIDE_FILE).is_file())):
         raise ValueError(f"export needs a new or empty directory (or an earlier export to replace), got {directory}; choose another")
+    _check_json(side, "side")
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = directory.parent / f".tmp-{directory.name}-{os.getpid()}"
+    old = directory.parent / f".old-{directory.name}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        generation = copy.deepcopy(model.generation_config)
+        generation = copy.deepcopy(model.generation_config)  # the live model's own is not touched
         generation.suppress_tokens = sorted({*(generation.suppress_tokens or []), *value_token_ids})
         generation.save_pretrained(temporary)
-        note = {
-            "value_token_ids": list(value_token_ids),
-            "r_max": r_max,
-            "tau_v": tau_v,
-            "trained_readout": True,
-            "value": "V = r_max * (logit[w_plus] - logit[w_minus]) / tau_v at the last token of the context, Q at the last token of the action; "
-            "generation must never produce the two ids (generation_config.json bans them; elsewhere use a logit bias of -100)",
-        }
-        (temporary / "sapo_fast.json").write_text(json.dumps(note, indent=1), encoding="utf-8")
-        old = directory.parent / f".old-{directory.name}-{os.getpid()}"
+        (temporary / SIDE_FILE).write_text(json.dumps({"value_token_ids": list(value_token_ids), **side}, indent=1), encoding="utf-8")
         if directory.exists():
             os.rename(directory, old)
         _publish(temporary, directory)
-        shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    shutil.rmtree(old, ignore_errors=True)
     return directory
 
 

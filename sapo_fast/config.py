@@ -219,8 +219,11 @@ class Config(Section):
         unknown = set(re.findall(r"\{(.*?)\}", self.output_dir)) - {"algorithm", "seed"}
         if unknown:
             raise ValueError(f"output_dir may hold {{algorithm}} and {{seed}} only, got {self.output_dir!r}; take {{{min(unknown)}}} out")
-        self.output_dir = self.output_dir.replace("{algorithm}", self.algorithm).replace("{seed}", str(self.seed))
         return self
+
+    def run_dir(self) -> Path:
+        """``output_dir`` with its placeholders filled in."""
+        return Path(self.output_dir.replace("{algorithm}", self.algorithm).replace("{seed}", str(self.seed))).expanduser()
 
 
 class _Loader(yaml.SafeLoader):

@@ -12,31 +12,34 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sapo_fast.config import Config
 
 
 class Tracker:
     """The sinks of one run.
 
-    ``start_iteration``: where the run goes on; what an earlier process logged from there on is dropped, so that no iteration is told twice.
-    ValueError if ``tensorboard`` or ``wandb`` is asked for and not installed.
+    ``resume_at``: the iteration where the run goes on; what an earlier process logged from there on is dropped, so that none is told twice.
+    ``config``: told to wandb. ValueError if ``tensorboard`` or ``wandb`` is asked for and not installed.
     """
 
     def __init__(
-        self, run_dir: str | Path, *, start_iteration: int = 0, tensorboard: bool = False, wandb: bool = False, config: Mapping[str, Any] | None = None
-    ):
+        self, run_dir: str | Path, *, resume_at: int = 0, tensorboard: bool = False, wandb: bool = False, config: Config | None = None
+    ) -> None:
         _require("tensorboard", tensorboard, "log.tensorboard", "pip install 'sapo_fast[train]'")
         _require("wandb", wandb, "log.wandb", "pip install wandb")
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "values.jsonl", "episodes.jsonl"):
-            _drop_from(self.run_dir / name, start_iteration)
+            _drop_from(self.run_dir / name, resume_at)
         self._write_episodes_page()
         self._board = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=start_iteration)
+            self._board = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=resume_at)
         self._wandb = None
         if wandb:
             self._wandb = _start_wandb(self.run_dir, config)
@@ -61,8 +64,8 @@ class Tracker:
         _append(self.run_dir / "values.jsonl", {"iteration": iteration, "v": list(v), "q": list(q), "returns": list(returns)})
 
     def episodes(self, iteration: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Episodes in words. A record: ``task`` (text), ``outcome`` (text), ``return`` (number) and ``turns``, a list of mappings with ``observation``,
-        ``response`` and, where known, ``v``, ``q``, ``reward`` and ``invalid``. Kept in episodes.jsonl; episodes.md is the same for people."""
+        """Episodes in words. A record: ``task_id``, ``won``, ``end``, ``return`` (reward units) and ``turns``, a list of mappings with ``observation``,
+        ``response``, ``command``, ``reward`` and ``invalid``. Kept in episodes.jsonl; episodes.md is the same for people."""
         for record in records:
             _append(self.run_dir / "episodes.jsonl", {"iteration": iteration, **record})
         self._write_episodes_page()
@@ -101,18 +104,20 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
 def episode_text(record: Mapping[str, Any]) -> str:
     """One sample episode as Markdown: a heading and a table of turns."""
     lines = [
-        f"## Iteration {record['iteration']}: {_cell(record.get('task', ''))}",
+        f"## Iteration {record['iteration']}: {_cell(record['task_id'])}: {episode_outcome(record)}",
         "",
-        f"{_cell(record.get('outcome', ''))}, return {record.get('return', 0):g}",
-        "",
-        "| turn | observation | response | V | Q | reward |",
-        "|---:|---|---|---:|---:|---:|",
+        "| turn | observation | response | command | reward |",
+        "|---:|---|---|---|---:|",
     ]
-    for number, turn in enumerate(record.get("turns", []), start=1):
-        response = _cell(turn.get("response", "")) + (" **(invalid)**" if turn.get("invalid") else "")
-        numbers = [f"{turn[name]:.2f}" if turn.get(name) is not None else "" for name in ("v", "q", "reward")]
-        lines.append("| " + " | ".join([str(number), _cell(turn.get("observation", "")), response, *numbers]) + " |")
+    for number, turn in enumerate(record["turns"], start=1):
+        command = "(invalid)" if turn["invalid"] else _cell(turn["command"])
+        lines.append(f"| {number} | {_cell(turn['observation'])} | {_cell(turn['response'])} | {command} | {turn['reward']:g} |")
     return "\n".join(lines) + "\n"
+
+
+def episode_outcome(record: Mapping[str, Any]) -> str:
+    """'won in 7 turns, return 10'."""
+    return f"{'won' if record['won'] else 'lost (' + record['end'] + ')'} in {len(record['turns'])} turns, return {record['return']:g}"
 
 
 def _cell(text: str) -> str:
@@ -154,10 +159,10 @@ def _require(module: str, wanted: bool, key: str, install: str) -> None:
         raise ValueError(f"{key}=true needs the package {module}, which is not installed; {install}, or set {key}=false")
 
 
-def _start_wandb(run_dir: Path, config: Mapping[str, Any] | None) -> Any:
+def _start_wandb(run_dir: Path, config: Config | None) -> Any:
     import wandb
 
     name_file = run_dir / "wandb_id"
     run_id = name_file.read_text(encoding="utf-8").strip() if name_file.is_file() else wandb.util.generate_id()
     _replace(name_file, run_id)  # a resumed process goes on in the same wandb run
-    return wandb.init(project="sapo_fast", name=run_dir.name, id=run_id, resume="allow", dir=str(run_dir), config=dict(config or {}))
+    return wandb.init(project="sapo_fast", name=run_dir.name, id=run_id, resume="allow", dir=str(run_dir), config=config.model_dump() if config else None)
