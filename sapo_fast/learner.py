@@ -63,7 +63,7 @@ class Learner:
 
     def _read(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """V or Q in reward units at these rows, from whatever holds the values in this algorithm."""
-        head, ids = (self.critic.head, Critic.value_token_ids) if self.critic else (self.policy.lm_head()[0], self.policy.value_token_ids)
+        head, ids = (self.critic.head, Critic.value_token_ids) if self.critic is not None else (self.policy.lm_head()[0], self.policy.value_token_ids)
         loss = self.config.loss
         values = read_values(
             hidden=hidden, lm_head=head, value_token_ids=ids, rows=rows, r_max=loss.r_max, tau_v=loss.tau_v, readout=loss.readout
@@ -84,7 +84,7 @@ class Learner:
             old.logprobs[micro.token_index.cpu()] = self._score(self.policy, micro, hidden)
             if not with_values:
                 continue
-            hidden = self.critic.hidden(micro) if self.critic else hidden
+            hidden = self.critic.hidden(micro) if self.critic is not None else hidden
             if self.algorithm.token_values:
                 old.v[micro.token_index.cpu()] = self._read(hidden, micro.action_rows)
                 continue
@@ -288,7 +288,7 @@ class Learner:
 
     def state_bytes(self) -> int:
         """Bytes of trained parameters, their gradients and the optimizer's two moments, and of the frozen reference."""
-        trained = self.policy.parameters() + (self.critic.parameters() if self.critic else [])
+        trained = self.policy.parameters() + (list(self.critic.parameters()) if self.critic is not None else [])
         total = sum(p.numel() * p.element_size() * 4 for p in trained)
         if self.reference is not None:
             total += sum(p.numel() * p.element_size() for p in self.reference.model.parameters())

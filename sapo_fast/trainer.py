@@ -63,7 +63,9 @@ class Trainer:
         config = self.config
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._resume(resume)
-        self.tracker = Tracker(self.run_dir, tensorboard=config.log.tensorboard, wandb=config.log.wandb, resume_at=self.iteration, config=config)
+        self.tracker = Tracker(
+            self.run_dir, start_iteration=self.iteration, tensorboard=config.log.tensorboard, wandb=config.log.wandb, config=config.model_dump()
+        )
         (self.run_dir / "config.yaml").write_text(to_yaml(config))
         bar = tqdm(total=config.iterations, initial=self.iteration, desc=config.algorithm, unit="it", disable=not self.progress)
         shown: dict[str, float] = {}
@@ -87,9 +89,7 @@ class Trainer:
             final = self.evaluate_panel()
             self.tracker.log(config.iterations, final)
             self.save()
-            checkpoint.export_hf(
-                self.policy.model, self.policy.tokenizer, self.policy.value_token_ids, self.run_dir / "model", self._side()
-            )
+            self.export(self.run_dir / "model")
         except KeyboardInterrupt:
             log.warning("interrupted: saving a checkpoint of the %d iterations completed", self.iteration)
             self.save()
@@ -163,16 +163,17 @@ class Trainer:
 
     # ---- state ----------------------------------------------------------------------------------------------------------------------
 
-    def _side(self) -> dict[str, object]:
-        loss = self.config.loss
-        return {"tau_v": loss.tau_v, "r_max": loss.r_max, "readout": loss.readout, "trained_readout": self.algorithm.readout}
+    def export(self, directory: Path) -> None:
+        """The policy as a plain Hugging Face model whose generation config bans w+ and w-."""
+        p, loss = self.policy, self.config.loss
+        checkpoint.export_hf(p.model, p.tokenizer, p.value_token_ids, directory, r_max=loss.r_max, tau_v=loss.tau_v)
 
     def save(self) -> None:
         """Checkpoint of the iterations completed, atomic."""
         learner = self.learner
         tensors = {"policy": checkpoint.unique_tensors(self.policy.model)}
         if learner.critic is not None:
-            tensors["critic"] = learner.critic.named_tensors()
+            tensors["critic"] = checkpoint.unique_tensors(learner.critic)
         state: dict[str, object] = {"rng": checkpoint.rng_state(), "value_token_ids": list(self.policy.value_token_ids), "optimizers": {}}
         for name, optimizer in learner.optimizers.items():
             tensors[f"optimizer_{name}"], state["optimizers"][name] = checkpoint.optimizer_to_tensors(optimizer)
@@ -184,22 +185,23 @@ class Trainer:
         where = checkpoint.latest(self.run_dir / "checkpoints") if resume == "auto" else Path(resume)
         if where is None:
             return
-        tensors, state, iteration = checkpoint.load(where)
+        found = checkpoint.load(where)
+        tensors, state = found.tensors, found.state
         if list(self.policy.value_token_ids) != state["value_token_ids"]:
             raise ValueError(
                 f"{where} was trained with value tokens {state['value_token_ids']}, this run has {list(self.policy.value_token_ids)}; "
                 "set model.value_tokens to the checkpoint's, or start anew with --resume never"
             )
         learner = self.learner
-        checkpoint.copy_into(checkpoint.unique_tensors(self.policy.model), tensors["policy"])
+        checkpoint.load_tensors(self.policy.model, tensors["policy"])
         if learner.critic is not None:
-            checkpoint.copy_into(learner.critic.named_tensors(), tensors["critic"])
+            checkpoint.load_tensors(learner.critic, tensors["critic"])
         for name, optimizer in learner.optimizers.items():
             checkpoint.optimizer_from_tensors(optimizer, tensors[f"optimizer_{name}"], state["optimizers"][name])
         checkpoint.set_rng_state(state["rng"])
-        self.iteration = iteration
+        self.iteration = found.iteration
         self.engine.weights_changed()
-        log.info("resumed from %s after %d iterations", where, iteration)
+        log.info("resumed from %s after %d iterations", where, found.iteration)
 
     # ---- what is written down -------------------------------------------------------------------------------------------------------
 
@@ -309,7 +311,8 @@ def episode_record(trajectory: Trajectory) -> dict[str, object]:
         {"observation": t.observation, "response": t.response, "command": t.command, "reward": t.reward, "invalid": t.invalid}
         for t in trajectory.turns
     ]
-    return {"task_id": trajectory.task_id, "won": trajectory.won, "end": trajectory.end, "return": trajectory.total_reward, "turns": turns}
+    outcome = f"{'won' if trajectory.won else 'not won'}, {trajectory.end} after {len(turns)} turns"
+    return {"task": trajectory.task_id, "outcome": outcome, "return": trajectory.total_reward, "turns": turns}
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ episode, and 0.0 everywhere else; the turn limit is the caller's (``max_turns`` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, overload
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 from sapo_fast.envs.household_world import (
     HOLLOW,
@@ -31,6 +31,9 @@ from sapo_fast.envs.household_world import (
     type_of,
 )
 from sapo_fast.envs.names import unknown_name
+
+if TYPE_CHECKING:
+    from sapo_fast.envs.household_expert import ExpertEpisode
 
 NOTHING_HAPPENS = "nothing happens ."
 
@@ -124,6 +127,15 @@ class Household:
 
     def make(self) -> HouseholdEnv:
         return HouseholdEnv(self)
+
+    def expert_episodes(self, n: int, *, seed: int, max_turns: int, noise: Mapping[str, float]) -> Iterator[ExpertEpisode]:
+        """``n`` demonstrations for a warm start; ``noise``: fields of ``ExpertNoise`` that differ from its defaults."""
+        from sapo_fast.envs.household_expert import ExpertNoise, expert_episodes
+
+        for name in noise:
+            if name not in ExpertNoise.__dataclass_fields__:
+                raise ValueError(unknown_name("household expert noise", name, ExpertNoise.__dataclass_fields__))
+        return expert_episodes(self, n, seed, ExpertNoise(**noise), max_turns)
 
 
 class HouseholdEnv:

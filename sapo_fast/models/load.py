@@ -58,7 +58,7 @@ class Policy:
         return Policy(model.eval(), self.tokenizer, self.value_token_ids)
 
 
-class Critic:
+class Critic(nn.Module):
     """PPO's separate critic: a second network of the policy's size with a scalar head.
 
     It starts as a copy of the policy's backbone with head = row(w+) - row(w-), so its first values are the policy's own V. The head is held as a
@@ -68,6 +68,7 @@ class Critic:
     value_token_ids = (0, 1)
 
     def __init__(self, policy: Policy) -> None:
+        super().__init__()
         model = copy.deepcopy(policy.model)
         weight, _ = lm_head_of(model)
         plus, minus = policy.value_token_ids
@@ -79,11 +80,6 @@ class Critic:
     def hidden(self, micro: MicroBatch) -> torch.Tensor:
         return packed_hidden(self.model, micro.input_ids, micro.position_ids, micro.cu_seqlens, micro.max_seqlen)
 
-    def parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad] + [self.head]
-
-    def named_tensors(self) -> dict[str, torch.Tensor]:
-        return {**{k: v for k, v in self.model.named_parameters()}, "value_head": self.head}
 
 
 def resolve_device(device: str) -> torch.device:

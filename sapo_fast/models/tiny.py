@@ -101,8 +101,8 @@ def demonstrations(episodes: Sequence, builder: PromptBuilder, tokenizer: PreTra
     for index, episode in enumerate(episodes):
         history = builder.start()
         trajectory = Trajectory(task_id=episode.task_id, seed=index, won=episode.won)
-        for step in episode.steps:
-            prompt = history.prompt(step.observation, step.info)
+        for step in episode.turns:
+            prompt = history.prompt(step.observation, {})
             response = tokenizer.encode(builder.format_action(step.command), add_special_tokens=False) + [end]
             trajectory.turns.append(
                 Turn(prompt_ids=prompt, response_ids=response, rollout_logprobs=[0.0] * len(response), reward=step.reward * reward_scale)
@@ -145,8 +145,8 @@ def warm_start(config: Config, suite, builder_for, *, progress: bool = True) -> 
     from tqdm import tqdm
 
     settings = config.warm_start
-    episodes = list(suite.expert_episodes(settings.episodes, seed=settings.seed, max_turns=config.env.max_turns, **settings.expert))
-    texts = [s.observation + "\n" + s.command for e in episodes for s in e.steps] + [suite.system_prompt]
+    episodes = list(suite.expert_episodes(settings.episodes, seed=settings.seed, max_turns=config.env.max_turns, noise=settings.expert))
+    texts = [s.observation + "\n" + s.command for e in episodes for s in e.turns] + [suite.system_prompt]
     tokenizer = train_tokenizer(texts)
     device = resolve_device(config.model.device)
     model = build_model(tokenizer, max(config.rollout.max_context_tokens, 2048), settings.seed).to(device)
@@ -212,7 +212,7 @@ def load_or_train(config: Config, suite, builder_for, *, progress: bool = True) 
     """The warm-started tiny model for this configuration, from the cache or trained now."""
     if not hasattr(suite, "expert_episodes"):
         raise ValueError(
-            f"model.path=tiny needs a suite with expert_episodes(n, seed=, max_turns=) to learn from; {suite.name!r} has none. "
+            f"model.path=tiny needs a suite with expert_episodes(n, seed=, max_turns=, noise=) to learn from; {suite.name!r} has none. "
             "Add it (docs/environments.md), or set model.path to a Hugging Face causal LM"
         )
     where = Path(config.warm_start.cache_dir).expanduser() / f"tiny-{suite.name}-{cache_key(config, suite.name)}"
