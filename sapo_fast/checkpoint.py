@@ -1,8 +1,8 @@
 """Checkpoints that survive being killed and never run code: safetensors for tensors, JSON for everything else.
 
-One checkpoint is one directory, ``iteration-000010/``: ``<group>.safetensors`` for each group of tensors (model, critic, optimizer), ``state.json``
-(counters, generators, optimizer settings) and ``manifest.json`` (size and SHA-256 of each file). It is written under another name, flushed to the
-disk and renamed, so that a checkpoint is whole or absent. Nothing that the manifest does not list is ever opened, and nothing is unpickled.
+One checkpoint is one directory, ``iteration-000010/``: ``<group>.safetensors`` for each group of tensors (policy, critic, optimizer),
+``state.json`` (counters, generators, optimizer settings) and ``manifest.json`` (size and SHA-256 of each file). It is written under another name,
+flushed to the disk and renamed, so that a checkpoint is whole or absent. Nothing that the manifest does not list is opened, nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def save(
 ) -> Path:
     """Write ``directory/iteration-<iteration>`` atomically, then delete all but the last ``keep`` checkpoints.
 
-    ``tensors`` by group, each a flat name -> tensor mapping without two names for one memory (``unique_tensors``). ``state``: JSON values with text
-    keys. Later iterations found in ``directory`` come from an abandoned continuation of this run (it was resumed from before them) and are deleted.
+    ``tensors`` by group, each a flat name -> tensor mapping without two names for one memory (``unique_tensors``). ``state``: JSON values with
+    text keys. Later iterations found in ``directory`` are of an abandoned continuation (the run was resumed from before them) and are deleted.
     Raises ValueError for what cannot be stored; OSError (disk full, read-only) leaves the earlier checkpoints as they are.
     """
     if iteration < 0 or keep < 1:
@@ -99,9 +99,9 @@ def load(path: str | Path) -> Checkpoint:
 
 
 def latest(directory: str | Path) -> Path | None:
-    """The newest checkpoint of ``directory`` whose every file is as it was written; damaged ones are passed over with a warning. None: no checkpoint.
+    """The newest checkpoint of ``directory`` whose every file is as it was written; damaged ones are passed over with a warning.
 
-    Raises CheckpointError if there are checkpoints and all are damaged: starting anew must be the user's choice.
+    None: there is no checkpoint. Raises CheckpointError if there are some and all are damaged: starting anew must be the user's choice.
     """
     damaged = []
     for _, _, path in reversed(_found(Path(directory))):
@@ -130,8 +130,10 @@ def unique_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def copy_into(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copy ``saved`` into the live tensors ``own`` (``unique_tensors(model)``, or any mapping that was saved) in place, so that ties and the optimizer's
-    references hold. ValueError if names, shapes or dtypes differ, before anything is copied."""
+    """Copy ``saved`` into the live tensors ``own`` (``unique_tensors(model)``, or another mapping that was saved).
+
+    In place, so that ties and the optimizer's references hold. ValueError if names, shapes or dtypes differ, before anything is copied.
+    """
     missing, extra = own.keys() - saved.keys(), saved.keys() - own.keys()
     if missing or extra:
         raise ValueError(
@@ -150,7 +152,7 @@ def copy_into(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
 
 
 def optimizer_to_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split ``optimizer.state_dict()`` into tensors, named ``<parameter index>.<key>``, and JSON settings. Bitwise restored by the function below."""
+    """Split ``optimizer.state_dict()`` into tensors, named ``<parameter index>.<key>``, and JSON settings."""
     whole = optimizer.state_dict()
     tensors, scalars = {}, {}
     for index, values in whole["state"].items():
@@ -159,24 +161,29 @@ def optimizer_to_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Te
                 tensors[f"{index}.{key}"] = value
             else:
                 scalars[f"{index}.{key}"] = value
-    groups = [{key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()} for group in whole["param_groups"]]
+    groups = [
+        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()} for group in whole["param_groups"]
+    ]
     return tensors, {"groups": groups, "scalars": scalars}
 
 
 def optimizer_from_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Restore what ``optimizer_to_tensors`` gave into an optimizer over the same parameters. ValueError if its parameters are others."""
+    """Restore, bitwise, what ``optimizer_to_tensors`` gave into an optimizer over the same parameters. ValueError if they are others."""
     current = optimizer.state_dict()["param_groups"]
     saved = state["groups"]
     if [group["params"] for group in saved] != [group["params"] for group in current]:
         count = [sum(len(group["params"]) for group in groups) for groups in (saved, current)]
-        raise ValueError(f"the checkpoint's optimizer has {count[0]} parameters in {len(saved)} groups, this one {count[1]} in {len(current)}")
+        raise ValueError(
+            f"the checkpoint's optimizer has {count[0]} parameters in {len(saved)} groups, this one {count[1]} in {len(current)}"
+        )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     values: dict[int, dict[str, Any]] = {}
     for name, value in {**tensors, **state["scalars"]}.items():
         index, key = name.split(".", 1)
         if isinstance(value, Tensor) and value.dim() and value.shape != parameters[int(index)].shape:
             raise ValueError(
-                f"the checkpoint's optimizer is of another model: {name} is {tuple(value.shape)}, its parameter {tuple(parameters[int(index)].shape)}"
+                f"the checkpoint's optimizer is of another model: {name} is {tuple(value.shape)}, "
+                f"its parameter {tuple(parameters[int(index)].shape)}"
             )
         values.setdefault(int(index), {})[key] = value
     groups = [
@@ -230,9 +237,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(keys), gauss))
 
 
-def export_hf(
-    model: nn.Module, tokenizer: Any, value_token_ids: tuple[int, int], directory: str | Path, side: Mapping[str, Any]
-) -> Path:
+def export_hf(model: nn.Module, tokenizer: Any, value_token_ids: tuple[int, int], directory: str | Path, side: Mapping[str, Any]) -> Path:
     """Write a plain Hugging Face model directory whose generation never produces w+ or w-, and ``sapo_fast.json`` to read V and Q with.
 
     ``side``: JSON values kept in ``sapo_fast.json`` beside the value ids (r_max, tau_v, readout, trained_readout).

@@ -1,7 +1,7 @@
 """Where a run's numbers go: metrics.jsonl always, TensorBoard and Weights & Biases when asked for.
 
-``metrics.jsonl`` holds one JSON object an iteration, written whole and at once, so that a killed run leaves at most one broken last line (readers here
-skip it). A number that is not finite is written as null and named in ``non_finite``: JSON has no NaN, and a NaN must be seen.
+``metrics.jsonl`` holds one JSON object an iteration, written whole and at once, so that a killed run leaves at most one broken last line (readers
+here skip it). A number that is not finite is written as null and named in ``non_finite``: JSON has no NaN, and a NaN must be seen.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class Tracker:
         """One iteration's numbers, by name ('loss/policy'). Call it once an iteration."""
         numbers = {name: float(value) for name, value in metrics.items()}
         bad = sorted(name for name, value in numbers.items() if not math.isfinite(value))
-        record: dict[str, Any] = {"iteration": iteration, **{name: None if name in bad else _plain(value) for name, value in numbers.items()}}
+        record: dict[str, Any] = {
+            "iteration": iteration,
+            **{name: None if name in bad else _plain(value) for name, value in numbers.items()},
+        }
         if bad:
             record["non_finite"] = bad
         _append(self.run_dir / "metrics.jsonl", record)
@@ -64,8 +67,11 @@ class Tracker:
         _append(self.run_dir / "values.jsonl", {"iteration": iteration, "v": list(v), "q": list(q), "returns": list(returns)})
 
     def episodes(self, iteration: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Episodes in words. A record: ``task_id``, ``won``, ``end``, ``return`` (reward units) and ``turns``, a list of mappings with ``observation``,
-        ``response``, ``command``, ``reward`` and ``invalid``. Kept in episodes.jsonl; episodes.md is the same for people."""
+        """Episodes in words, kept in episodes.jsonl; episodes.md is the same for people.
+
+        A record: ``task_id``, ``won``, ``end``, ``return`` (reward units) and ``turns``, a list of mappings with ``observation``, ``response``,
+        ``command``, ``reward`` and ``invalid``.
+        """
         for record in records:
             _append(self.run_dir / "episodes.jsonl", {"iteration": iteration, **record})
         self._write_episodes_page()
@@ -165,4 +171,6 @@ def _start_wandb(run_dir: Path, config: Config | None) -> Any:
     name_file = run_dir / "wandb_id"
     run_id = name_file.read_text(encoding="utf-8").strip() if name_file.is_file() else wandb.util.generate_id()
     _replace(name_file, run_id)  # a resumed process goes on in the same wandb run
-    return wandb.init(project="sapo_fast", name=run_dir.name, id=run_id, resume="allow", dir=str(run_dir), config=config.model_dump() if config else None)
+    return wandb.init(
+        project="sapo_fast", name=run_dir.name, id=run_id, resume="allow", dir=str(run_dir), config=config.model_dump() if config else None
+    )
