@@ -1,8 +1,9 @@
 """Checkpoints that survive being killed and never run code: safetensors for tensors, JSON for everything else.
 
 One checkpoint is one directory, ``iteration-000010/``: ``<group>.safetensors`` for each group of tensors (policy, critic, optimizer),
-``state.json`` (counters, generators, optimizer settings) and ``manifest.json`` (size and SHA-256 of each file). It is written under another name,
-flushed to the disk and renamed, so that a checkpoint is whole or absent. Nothing that the manifest does not list is opened, nothing is unpickled.
+``state.json`` (counters, generators, optimizer settings) and ``manifest.json`` (size and SHA-256 of each file). It is written under
+another name, flushed to the disk and renamed, so that a checkpoint is whole or absent. Nothing that the manifest does not list is opened,
+nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def save(
 ) -> Path:
     """Write ``directory/iteration-<iteration>`` atomically, then delete all but the last ``keep`` checkpoints.
 
-    ``tensors`` by group, each a flat name -> tensor mapping without two names for one memory (``unique_tensors``). ``state``: JSON values with
-    text keys. Later iterations found in ``directory`` are of an abandoned continuation (the run was resumed from before them) and are deleted.
+    ``tensors`` by group, each a flat name -> tensor mapping without two names for one memory (``unique_tensors``). ``state``: JSON values
+    with text keys. Later iterations found in ``directory`` are of an abandoned continuation (the run was resumed from before them): deleted.
     Raises ValueError for what cannot be stored; OSError (disk full, read-only) leaves the earlier checkpoints as they are.
     """
     if iteration < 0 or keep < 1:

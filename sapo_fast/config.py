@@ -136,6 +136,8 @@ def fields() -> Iterator[tuple[str, FieldInfo]]:
 
 def rule(field: FieldInfo) -> str:
     """What a setting may be, in words: 'a number > 0, or null'."""
+    if field.examples:
+        return f"one of {', '.join(field.examples)}"
     return _rule(field.annotation, field.metadata)
 
 
@@ -287,8 +289,7 @@ def _rule(kind: Any, metadata: list | tuple) -> str:
         return "a mapping of names to " + ("anything" if args[1] is Any else "numbers")
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
     bounds = [f"{sign} {getattr(part, name):g}" for part in metadata for name, sign in _BOUNDS if getattr(part, name, None) is not None]
-    patterns = [f"matching `{part.pattern}`" for part in metadata if getattr(part, "pattern", None)]
-    return " ".join([words, " and ".join(bounds), *patterns]).replace("  ", " ").strip()
+    return " ".join([words, " and ".join(bounds)]).strip()
 
 
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))

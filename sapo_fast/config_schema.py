@@ -28,7 +28,10 @@ class ModelSection(Section):
     path: str = Field("tiny", min_length=1, description="`tiny` (embedded), a directory with a Hugging Face causal LM, or a .gguf file")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the weights; on CPU bfloat16 is several times slower")
     device: str = Field(
-        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="`auto`: cuda if there is one, else cpu; or cpu, cuda, cuda:N"
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        examples=["auto", "cpu", "cuda", "cuda:N"],
+        description="`auto`: cuda if there is one, else cpu",
     )
     value_tokens: Annotated[Literal["auto"] | tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]], BeforeValidator(_pair)] = (
         Field(
@@ -45,7 +48,7 @@ class ModelSection(Section):
 
 
 class WarmStartSection(Section):
-    """The embedded model's pre-training on the imperfect expert's episodes: all tokens, and V and Q on the returns. For model.path=tiny only."""
+    """The embedded model's pre-training on the imperfect expert's episodes (all tokens, and V and Q on the returns); model.path=tiny only."""
 
     episodes: int = Field(3000, ge=1, description="expert episodes generated")
     steps: int = Field(400, ge=0, description="optimizer steps")

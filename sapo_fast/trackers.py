@@ -1,7 +1,7 @@
 """Where a run's numbers go: metrics.jsonl always, TensorBoard and Weights & Biases when asked for.
 
-``metrics.jsonl`` holds one JSON object an iteration, written whole and at once, so that a killed run leaves at most one broken last line (readers
-here skip it). A number that is not finite is written as null and named in ``non_finite``: JSON has no NaN, and a NaN must be seen.
+``metrics.jsonl`` holds one JSON object an iteration, written whole and at once, so that a killed run leaves at most one broken last line
+(readers here skip it). A number that is not finite is written as null and named in ``non_finite``: JSON has no NaN, and a NaN must be seen.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Tracker:
     def episodes(self, iteration: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Episodes in words, kept in episodes.jsonl; episodes.md is the same for people.
 
-        A record: ``task_id``, ``won``, ``end``, ``return`` (reward units) and ``turns``, a list of mappings with ``observation``, ``response``,
-        ``command``, ``reward`` and ``invalid``.
+        A record: ``task_id``, ``won``, ``end``, ``return`` (reward units) and ``turns``, a list of mappings with ``observation``,
+        ``response``, ``command``, ``reward`` and ``invalid``.
         """
         for record in records:
             _append(self.run_dir / "episodes.jsonl", {"iteration": iteration, **record})
