@@ -23,7 +23,7 @@ _NEEDED = ("name", "system_prompt", "train_tasks", "eval_tasks", "make")
 def make_suite(name: str, options: Mapping[str, Any] | None = None) -> TaskSuite:
     """The suite called ``name``, with its options.
 
-    ``name`` is one of ``SUITES`` or "module:attribute", where the attribute is a suite, or a class or function that makes one from the options.
+    ``name`` is one of ``SUITES`` or "module:attribute", where the attribute is a suite, or a class or function that makes one.
     The module is looked for where Python looks, and in the current folder.
     Raises ValueError, with the nearest known names, for an unknown name, module, attribute or option, and for an object that is no suite.
     """
@@ -74,5 +74,7 @@ def _build(name: str, found: Any, options: dict[str, Any]) -> TaskSuite:
     suite = found(**options)
     missing = [attribute for attribute in _NEEDED if not hasattr(suite, attribute)]
     if missing:
-        raise ValueError(f"environment {name!r} made a {type(suite).__name__}, which lacks {', '.join(missing)} (see sapo_fast/envs/base.py)")
+        raise ValueError(
+            f"environment {name!r} made a {type(suite).__name__}, which lacks {', '.join(missing)} (see sapo_fast/envs/base.py)"
+        )
     return suite

@@ -9,18 +9,21 @@ The grammar is ALFWorld 0.4's, shortened, in lower case, with every token set of
     > go to shelf 1         on shelf 1 you see nothing .
     > move pen 1 to shelf 1
 
-What a closed receptacle holds is seen only when it is open and you stand at it. One object can be carried. The reward is 1.0 at success, which ends the
-episode, and 0.0 everywhere else; the turn limit is the caller's (``max_turns`` is the suite's suggestion).
+What a closed receptacle holds is seen only when it is open and you stand at it. One object can be carried. The reward is 1.0 at success,
+which ends the episode, and 0.0 everywhere else; the turn limit is the caller's (``max_turns`` is the suite's suggestion).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
+from sapo_fast.envs.demonstration import Demonstration
+from sapo_fast.envs.household_expert import ExpertNoise, expert_episodes
 from sapo_fast.envs.household_world import (
     HOLLOW,
     LAMP,
+    NOTHING_HAPPENS,
     OPENABLE,
     PROCESSABLE,
     RESULT_WORD,
@@ -32,17 +35,12 @@ from sapo_fast.envs.household_world import (
 )
 from sapo_fast.envs.names import unknown_name
 
-if TYPE_CHECKING:
-    from sapo_fast.envs.household_expert import ExpertEpisode
-
-NOTHING_HAPPENS = "nothing happens ."
-
 _MAX_COMMAND = 200  # characters; the longest command is under 50
 
 INSTRUCTIONS = (
     "you are in a room and must do the task . answer with one command : "
-    "go to R , open R , close R , take O from R , move O to R , clean O with sinkbasin 1 , heat O with microwave 1 , cool O with fridge 1 , "
-    "use desklamp 1 , examine O , look , inventory . "
+    "go to R , open R , close R , take O from R , move O to R , "
+    "clean O with sinkbasin 1 , heat O with microwave 1 , cool O with fridge 1 , use desklamp 1 , examine O , look , inventory . "
     "R is a place like drawer 1 , O an object like mug 1 . you can carry one object . closed places must be opened first ."
 )
 
@@ -72,8 +70,8 @@ class Household:
     """The suite: ``n_train`` training and ``n_eval`` evaluation tasks, fixed by ``seed``; no evaluation content occurs in training.
 
     ``task_types``: the families wanted (default: all six, equally often). ``max_turns``: the turn limit suggested to the caller.
-    ``admissible``: put ``admissible_commands`` in ``info``. ``instructions``: tell the model the grammar in ``system_prompt`` (for a model that has
-    never seen this environment; a warm-started one does not need it).
+    ``admissible``: put ``admissible_commands`` in ``info``. ``instructions``: tell the model the grammar in ``system_prompt`` (for a model
+    that has never seen this environment; a warm-started one does not need it).
     Raises ValueError for counts below 1, a family that does not exist, and no family at all.
     """
 
@@ -118,31 +116,29 @@ class Household:
     def task(self, task_id: str) -> HouseholdTask:
         """The task of an id. ValueError where the suite has none of that id."""
         split, _, number = task_id.partition("-") if isinstance(task_id, str) else ("", "", "")
-        count = {"train": self.n_train, "eval": self.n_eval}.get(split, 0)
-        if not (number.isascii() and number.isdigit() and int(number) < count and f"{split}-{int(number):06d}" == task_id):
-            raise ValueError(
-                f"household: no task {task_id!r}; ids are train-000000 to train-{self.n_train - 1:06d} and eval-000000 to eval-{self.n_eval - 1:06d}"
-            )
-        return generate_task(task_id, split, int(number), self.seed, self.task_types)
+        index = int(number) if number.isascii() and number.isdigit() and len(number) < 12 else -1
+        ids = {"train": self.train_tasks(), "eval": self.eval_tasks()}.get(split, ())
+        if not (0 <= index < len(ids) and ids[index] == task_id):
+            known = " and ".join(f"{some[0]} to {some[-1]}" for some in (self.train_tasks(), self.eval_tasks()))
+            raise ValueError(f"household: no task {task_id!r}; ids are {known}")
+        return generate_task(task_id, split, index, self.seed, self.task_types)
 
     def make(self) -> HouseholdEnv:
         return HouseholdEnv(self)
 
-    def expert_episodes(self, n: int, *, seed: int, max_turns: int, noise: Mapping[str, float]) -> Iterator[ExpertEpisode]:
+    def expert_episodes(self, n: int, *, seed: int, max_turns: int, noise: Mapping[str, float]) -> Iterator[Demonstration]:
         """``n`` demonstrations for a warm start; ``noise``: fields of ``ExpertNoise`` that differ from its defaults."""
-        from sapo_fast.envs.household_expert import ExpertNoise, expert_episodes
-
-        for name in noise:
-            if name not in ExpertNoise.__dataclass_fields__:
-                raise ValueError(unknown_name("household expert noise", name, ExpertNoise.__dataclass_fields__))
-        return expert_episodes(self, n, seed, ExpertNoise(**noise), max_turns)
+        for field in noise:
+            if field not in ExpertNoise.__dataclass_fields__:
+                raise ValueError(unknown_name("household expert noise", field, ExpertNoise.__dataclass_fields__))
+        return expert_episodes(self, n, seed=seed, noise=ExpertNoise(**noise), max_turns=max_turns)
 
 
 class HouseholdEnv:
     """One household, reusable by ``reset``. Protocol: ``sapo_fast.envs.base.TextEnv``.
 
-    A command that cannot be done here and now, or is no command at all, answers "nothing happens ." with ``info["invalid"]`` true and changes nothing.
-    Case and the amount of white space do not matter.
+    A command that cannot be done here and now, or is no command at all, answers "nothing happens ." with ``info["invalid"]`` true and
+    changes nothing. Case and the amount of white space do not matter.
     """
 
     def __init__(self, suite: Household) -> None:

@@ -1,18 +1,33 @@
 """A searcher for ``household`` that knows only what it has read, and its deliberate faults: demonstrations for a warm start.
 
-It reads observations like any player, remembers what it saw where, and looks for things where they tend to be (``PRIORS``). Since it never looks at the
-hidden state, a model that sees the same history can imitate it exactly. ``ExpertNoise`` makes it worse, so that a model cloned from it has something left
-to learn.
+It reads observations like any player, remembers what it saw where, and looks for things where they tend to be (``PRIORS``).
+Since it never looks at the hidden state, a model that sees the same history can imitate it exactly. ``ExpertNoise`` makes it worse,
+so that a model cloned from it has something left to learn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
+from typing import TYPE_CHECKING
 
-from sapo_fast.envs.household import NOTHING_HAPPENS, Household
-from sapo_fast.envs.household_world import ANYWHERE, LAMP, LAMP_PRIOR, OPENABLE, PRIORS, PROCESS_OF_TYPE, RESULT_WORD, TOOLS, type_of
+from sapo_fast.envs.demonstration import Demonstration, DemonstrationTurn
+from sapo_fast.envs.household_world import (
+    ANYWHERE,
+    LAMP,
+    LAMP_PRIOR,
+    NOTHING_HAPPENS,
+    OPENABLE,
+    PRIORS,
+    RESULT_WORD,
+    TOOLS,
+    shuffled,
+    type_of,
+)
+
+if TYPE_CHECKING:
+    from sapo_fast.envs.household import Household, HouseholdEnv
 
 _PROCESS_OF_WORD = {word: verb for verb, word in RESULT_WORD.items()}
 
@@ -22,7 +37,8 @@ class ExpertNoise:
     """How often the expert errs. All probabilities in [0, 1]; ``ExpertNoise.none()`` is the expert at its best.
 
     ``p_random``: each turn, a command drawn from all admissible ones.
-    ``p_forget``: each object taken, its cleaning, heating or cooling is skipped until the failure shows; each closed place reached, it is not opened.
+    ``p_forget``: each object taken, its cleaning, heating or cooling is skipped until the failure shows; each closed place reached,
+    it is not opened (and passed over, or something is put into it in vain).
     ``p_revisit``: each choice of where to search, a place already searched.
     ``p_blind``: each choice of where to search, any unsearched place instead of the likeliest.
     """
@@ -34,7 +50,7 @@ class ExpertNoise:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not 0.0 <= value <= 1.0:
+            if not (isinstance(value, (int, float)) and 0.0 <= value <= 1.0):
                 raise ValueError(f"ExpertNoise: {name} is a probability and must lie in [0, 1], got {value!r}")
 
     @classmethod
@@ -159,7 +175,8 @@ class HouseholdExpert:
         if self._count == 2:
             target = self._chosen_target()
             keep = target if any(type_of(thing) == self._object for thing in self._seen.get(target, ())) else None
-        found = [(thing, place) for place, things in self._seen.items() for thing in things if type_of(thing) == self._object and place != keep]
+        elsewhere = [(place, things) for place, things in self._seen.items() if place != keep]
+        found = [(thing, place) for place, things in elsewhere for thing in things if type_of(thing) == self._object]
         return min(found, key=lambda pair: pair[1] != self._at, default=None)
 
     def _search(self, weight: Callable[[str], float]) -> str:
@@ -216,69 +233,41 @@ class HouseholdExpert:
         return items[int(self._rng.random() * len(items))]
 
 
-@dataclass
-class ExpertTurn:
-    """What was read, and what was answered."""
-
-    observation: str
-    command: str
-    reward: float
-
-
-@dataclass
-class ExpertEpisode:
-    """One demonstration. ``final_observation`` answers the last command; not ``won``: the turn limit ended it."""
-
-    task_id: str
-    task_type: str
-    turns: list[ExpertTurn] = field(default_factory=list)
-    won: bool = False
-    final_observation: str = ""
-
-    @property
-    def reward(self) -> float:
-        return sum(turn.reward for turn in self.turns)
-
-
-def play_expert(suite: Household, task_id: str, rng: Random, noise: ExpertNoise, max_turns: int) -> ExpertEpisode:
+def play_expert(env: HouseholdEnv, task_id: str, rng: Random, noise: ExpertNoise, max_turns: int) -> Demonstration:
     """One episode of the expert on one task."""
-    env = suite.make()
     observation, info = env.reset(options={"task": task_id})
     expert = HouseholdExpert(rng, noise)
     expert.start(observation)
-    episode = ExpertEpisode(task_id, info["task_type"])
+    episode = Demonstration(task_id)
     while not episode.won and len(episode.turns) < max_turns:
         command = expert.act(env.admissible_commands())
-        before = observation
-        observation, reward, _, _, info = env.step(command)
-        expert.observe(command, observation)
-        episode.turns.append(ExpertTurn(before, command, reward))
+        answer, reward, _, _, next_info = env.step(command)
+        expert.observe(command, answer)
+        episode.turns.append(DemonstrationTurn(observation, info, command, reward))
+        observation, info = answer, next_info
         episode.won = info["won"]
     episode.final_observation = observation
     return episode
 
 
-def expert_episodes(
-    suite: Household,
-    n: int,
-    seed: int,
-    noise: ExpertNoise | None = None,
-    max_turns: int | None = None,
-) -> Iterator[ExpertEpisode]:
+def expert_episodes(suite: Household, n: int, *, seed: int, noise: ExpertNoise, max_turns: int) -> Iterator[Demonstration]:
     """``n`` demonstrations on training tasks, a function of ``seed`` (episode i does not depend on n).
 
-    Tasks are drawn without repeats until all have been used. ``noise``: default ``ExpertNoise()``; ``max_turns``: default the suite's.
+    Tasks are drawn without repeats until all have been used. ValueError for a negative ``n`` and for ``max_turns`` below 1.
     """
     if n < 0:
         raise ValueError(f"expert_episodes: n must be >= 0, got {n}")
-    noise = ExpertNoise() if noise is None else noise
-    limit = suite.max_turns if max_turns is None else max_turns
-    if limit < 1:
-        raise ValueError(f"expert_episodes: max_turns must be >= 1, got {limit}")
+    if max_turns < 1:
+        raise ValueError(f"expert_episodes: max_turns must be >= 1, got {max_turns}")
+    return _episodes(suite, n, seed, noise, max_turns)
+
+
+def _episodes(suite: Household, n: int, seed: int, noise: ExpertNoise, max_turns: int) -> Iterator[Demonstration]:
+    env = suite.make()
     tasks = suite.train_tasks()
     order: list[int] = []
     for i in range(n):
-        if i % len(tasks) == 0:
-            draw = Random(f"expert/{seed}/order/{i // len(tasks)}")
-            order = [k for _, k in sorted((draw.random(), k) for k in range(len(tasks)))]
-        yield play_expert(suite, tasks[order[i % len(tasks)]], Random(f"expert/{seed}/{i}"), noise, limit)
+        lap, place = divmod(i, len(tasks))
+        if place == 0:
+            order = shuffled(Random(f"expert/{seed}/order/{lap}"), range(len(tasks)))
+        yield play_expert(env, tasks[order[place]], Random(f"expert/{seed}/{i}"), noise, max_turns)

@@ -1,8 +1,8 @@
 """What the household is made of: rooms, receptacles, objects, and the seeded generator of tasks.
 
-A task is a room (10 or 11 receptacles), objects put in it by the priors below, and a goal of one of six families (those of ALFWorld). Every task is a
-function of (suite seed, split, index) alone. Training and evaluation tasks cannot share content: a digest of the content says which split it belongs to,
-and a draw that falls in the other split is thrown away.
+A task is a room (10 or 11 receptacles), objects put in it by the priors below, and a goal of one of six families (those of ALFWorld).
+Every task is a function of (suite seed, split, index) and the suite's families alone. Training and evaluation tasks cannot share content:
+a digest of the content says which split it belongs to, and a draw that falls in the other split is thrown away.
 
 Only ``Random.random`` is used, whose stream Python guarantees across versions: an id means the same task everywhere.
 """
@@ -35,6 +35,9 @@ HOLLOW = OPENABLE | {"bathtub", "garbagecan", "sinkbasin"}
 #: The weight of a receptacle no prior speaks of: most things are where they belong, some are not.
 ANYWHERE = 1
 
+#: The answer to a command that cannot be done.
+NOTHING_HAPPENS = "nothing happens ."
+
 LAMP = "desklamp 1"
 LAMP_PRIOR: dict[str, int] = {"desk": 4, "sidetable": 3, "dresser": 3, "coffeetable": 1, "shelf": 1}
 
@@ -42,7 +45,17 @@ LAMP_PRIOR: dict[str, int] = {"desk": 4, "sidetable": 3, "dresser": 3, "coffeeta
 PRIORS: dict[str, dict[str, int]] = {
     "apple": {"fridge": 4, "diningtable": 3, "countertop": 2, "garbagecan": 2, "microwave": 1, "sinkbasin": 1},
     "book": {"bed": 3, "desk": 3, "shelf": 3, "sofa": 2, "coffeetable": 2, "sidetable": 1, "dresser": 1, "drawer": 1, "armchair": 1},
-    "bowl": {"cabinet": 3, "diningtable": 3, "countertop": 2, "shelf": 2, "coffeetable": 2, "desk": 1, "dresser": 1, "fridge": 1, "sinkbasin": 1},
+    "bowl": {
+        "cabinet": 3,
+        "diningtable": 3,
+        "countertop": 2,
+        "shelf": 2,
+        "coffeetable": 2,
+        "desk": 1,
+        "dresser": 1,
+        "fridge": 1,
+        "sinkbasin": 1,
+    },
     "bread": {"countertop": 4, "diningtable": 3, "fridge": 2, "cabinet": 1},
     "candle": {"toilet": 3, "countertop": 3, "shelf": 2, "cabinet": 2, "drawer": 1},
     "cd": {"desk": 3, "drawer": 3, "shelf": 3, "safe": 2, "dresser": 1, "tvstand": 1, "garbagecan": 1},
@@ -54,7 +67,17 @@ PRIORS: dict[str, dict[str, int]] = {
     "keychain": {"drawer": 3, "safe": 3, "dresser": 2, "sidetable": 2, "armchair": 1, "coffeetable": 1, "desk": 1, "sofa": 1},
     "knife": {"drawer": 4, "countertop": 3, "diningtable": 2, "sinkbasin": 2},
     "laptop": {"desk": 4, "bed": 3, "coffeetable": 2, "sofa": 2, "armchair": 1},
-    "mug": {"coffeemachine": 4, "countertop": 3, "cabinet": 2, "desk": 2, "diningtable": 2, "sidetable": 2, "sinkbasin": 2, "microwave": 1, "shelf": 1},
+    "mug": {
+        "coffeemachine": 4,
+        "countertop": 3,
+        "cabinet": 2,
+        "desk": 2,
+        "diningtable": 2,
+        "sidetable": 2,
+        "sinkbasin": 2,
+        "microwave": 1,
+        "shelf": 1,
+    },
     "newspaper": {"sofa": 4, "coffeetable": 3, "armchair": 2, "garbagecan": 2, "diningtable": 1, "drawer": 1, "sidetable": 1},
     "pan": {"stoveburner": 5, "cabinet": 3, "countertop": 2, "sinkbasin": 2},
     "pen": {"desk": 4, "drawer": 3, "sidetable": 2, "dresser": 1, "garbagecan": 1, "shelf": 1},
@@ -74,9 +97,9 @@ PRIORS: dict[str, dict[str, int]] = {
 #: What can be done to an object, and the receptacle type that does it.
 TOOLS: dict[str, str] = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}
 PROCESSABLE: dict[str, frozenset[str]] = {
-    "clean": frozenset("apple bowl cloth cup knife mug pan plate potato soapbar spoon tomato".split()),
-    "heat": frozenset("apple bread cup egg mug plate potato tomato".split()),
-    "cool": frozenset("apple bowl bread cup egg mug pan plate potato tomato".split()),
+    "clean": frozenset({"apple", "bowl", "cloth", "cup", "knife", "mug", "pan", "plate", "potato", "soapbar", "spoon", "tomato"}),
+    "heat": frozenset({"apple", "bread", "cup", "egg", "mug", "plate", "potato", "tomato"}),
+    "cool": frozenset({"apple", "bowl", "bread", "cup", "egg", "mug", "pan", "plate", "potato", "tomato"}),
 }
 #: The process a task family needs (none: no entry), and the word for its result in the goal.
 PROCESS_OF_TYPE = {"pick_clean_then_place": "clean", "pick_heat_then_place": "heat", "pick_cool_then_place": "cool"}
@@ -85,7 +108,7 @@ RESULT_WORD = {"clean": "clean", "heat": "hot", "cool": "cool"}
 
 @dataclass(frozen=True)
 class Room:
-    """What a kind of room always has, what it may have more of (type -> most of them in all), what lies there and which families it serves."""
+    """A kind of room: what it always has, the most it has of what it may have more of, what lies there, and the families it serves."""
 
     always: tuple[str, ...]
     at_most: dict[str, int]
@@ -97,7 +120,16 @@ _LIVING_TASKS = ("pick_and_place", "look_at_obj_in_light", "pick_two_obj_and_pla
 ROOMS: dict[str, Room] = {
     "kitchen": Room(
         always=("cabinet", "cabinet", "cabinet", "countertop", "drawer", "fridge", "microwave", "sinkbasin"),
-        at_most={"cabinet": 4, "coffeemachine": 1, "countertop": 2, "diningtable": 1, "drawer": 2, "garbagecan": 1, "shelf": 1, "stoveburner": 1},
+        at_most={
+            "cabinet": 4,
+            "coffeemachine": 1,
+            "countertop": 2,
+            "diningtable": 1,
+            "drawer": 2,
+            "garbagecan": 1,
+            "shelf": 1,
+            "stoveburner": 1,
+        },
         objects=("apple", "bowl", "bread", "cup", "egg", "knife", "mug", "pan", "plate", "potato", "spoon", "tomato"),
         task_types=("pick_and_place", "pick_clean_then_place", "pick_heat_then_place", "pick_cool_then_place", "pick_two_obj_and_place"),
     ),
@@ -131,7 +163,8 @@ _EVAL_SHARE = 8  # one content in so many belongs to evaluation
 class HouseholdTask:
     """One task, whole: what is where at the start, and what is wanted.
 
-    ``receptacles`` and the object names in ``placements`` are like "drawer 2" and "mug 1"; both are sorted. ``lamp_place`` is None without a lamp.
+    ``receptacles`` and the object names in ``placements`` are like "drawer 2" and "mug 1"; both are sorted.
+    ``lamp_place`` is None where there is no lamp.
     """
 
     task_id: str
@@ -145,7 +178,7 @@ class HouseholdTask:
 
     @property
     def process(self) -> str | None:
-        """"clean", "heat", "cool" or None: what must be done to the object before it is put down."""
+        """ "clean", "heat", "cool" or None: what must be done to the object before it is put down."""
         return PROCESS_OF_TYPE.get(self.task_type)
 
     @property
@@ -170,7 +203,7 @@ class HouseholdTask:
 
 
 def type_of(name: str) -> str:
-    """"drawer" of "drawer 2"."""
+    """ "drawer" of "drawer 2"."""
     return name.split(" ", 1)[0]
 
 
@@ -190,7 +223,7 @@ def generate_task(task_id: str, split: str, index: int, seed: int, task_types: S
 
 
 def excluded_starts(task_type: str, target_type: str) -> tuple[str, ...]:
-    """Receptacle types that never hold the wanted object at the start: the tool's, or without a process the target's (the task would be won)."""
+    """Receptacle types that never hold the wanted object at the start: the tool's, or without a process the target's."""
     process = PROCESS_OF_TYPE.get(task_type)
     return (TOOLS[process],) if process else (target_type,)
 
@@ -203,7 +236,8 @@ def _between(rng: Random, low: int, high: int) -> int:
     return low + int(rng.random() * (high - low + 1))
 
 
-def _shuffled(rng: Random, items: Sequence[T]) -> list[T]:
+def shuffled(rng: Random, items: Sequence[T]) -> list[T]:
+    """The items in random order, drawn with ``Random.random`` alone."""
     return [item for _, item in sorted(((rng.random(), item) for item in items), key=lambda pair: pair[0])]
 
 
@@ -235,7 +269,7 @@ def _layout(rng: Random, room: Room) -> list[str]:
     types = list(room.always)
     wanted = _between(rng, _MIN_RECEPTACLES, _MAX_RECEPTACLES)
     spare = [kind for kind, most in room.at_most.items() for _ in range(most - room.always.count(kind))]
-    types += _shuffled(rng, spare)[: wanted - len(types)]
+    types += shuffled(rng, spare)[: wanted - len(types)]
     return _numbered(types)
 
 
@@ -272,7 +306,7 @@ def _draw(task_id: str, rng: Random, task_types: Sequence[str]) -> HouseholdTask
         things.append((kind, _place(rng, kind, receptacles)))
 
     # Numbers are dealt at random, so that "mug 1" says nothing of where it is.
-    things = _shuffled(rng, things)
+    things = shuffled(rng, things)
     count: dict[str, int] = {}
     placements = []
     for kind, place in things:
