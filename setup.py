@@ -99,7 +99,7 @@ def say(text: str) -> None:
 def write_record(package_dir: Path) -> None:
     """Keep what was built, and why not, where the installed package can read it (pip hides a build's output)."""
     package_dir.mkdir(parents=True, exist_ok=True)
-    (package_dir / RECORD).write_text(json.dumps({name: reason for name, reason in OBSTACLES.items()}, indent=1) + "\n")
+    (package_dir / RECORD).write_text(json.dumps(OBSTACLES, indent=1) + "\n")
 
 
 class BuildPython(build_py):
@@ -142,7 +142,8 @@ class BuildNative(build_ext):
             options += ["-GNinja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         run = dict(check=True, stdout=sys.stderr)  # pip reads the standard output of some hooks
         subprocess.run([cmake, "-S", str(ROOT), "-B", str(BUILD_DIR), *options], **run)
-        subprocess.run([cmake, "--build", str(BUILD_DIR), "--target", name, "--parallel", str(os.cpu_count() or 1)], **run)
+        jobs = [] if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ else ["--parallel", str(os.cpu_count() or 1)]
+        subprocess.run([cmake, "--build", str(BUILD_DIR), "--target", name, *jobs], **run)
 
 
 extensions = [
