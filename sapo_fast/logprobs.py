@@ -1,0 +1,169 @@
+"""Log-probabilities and entropy of action tokens on the support without w+ and w-, and the value readout; both differentiable.
+
+Legend: T rows of the logits or hidden states (packed tokens), N action tokens, M value rows, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import backends, checks
+from .row_pass import Head, HeadGradSum, RowKernel, RowStats, each_chunk, readout_from_hidden, stat_dtype
+
+
+def token_logprobs(
+    *,
+    logits: Tensor | None = None,
+    hidden: Tensor | None = None,
+    lm_head: Tensor | None = None,
+    lm_head_bias: Tensor | None = None,
+    value_token_ids: tuple[int, int],
+    action_rows: Tensor,
+    actions: Tensor,
+    temperature: float = 1.0,
+    entropy: bool = True,
+    impl: str = "auto",
+    check: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Log q(action) and the entropy of q, the softmax of logits / temperature without w+ and w- (method: Turn, boundaries, readout).
+
+    Differentiable in both results. The same arithmetic as `fused_loss`: on the same rows in one call of the same form the same bits. From
+    hidden states, rows are projected chunk by chunk and projected again in the backward: no [N, V] tensor is kept.
+
+    Args: as `fused_loss`. ``entropy=False``: the second result is None.
+
+    Returns:
+        (logprobs, entropy): [N] float32 (float64 for float64 input); nats.
+
+    Raises:
+        ValueError: as `fused_loss`.
+    """
+    checks.token_logprobs(
+        logits=logits, hidden=hidden, lm_head=lm_head, lm_head_bias=lm_head_bias, value_token_ids=value_token_ids, action_rows=action_rows,
+        actions=actions, temperature=temperature, impl=impl, check=check,
+    )  # fmt: skip
+    source = logits if logits is not None else hidden
+    _, kernel = backends.select("row_pass", impl, source.device, source.dtype)
+    job = _Job(kernel, value_token_ids, action_rows.to(torch.int64), actions.to(torch.int64), float(temperature))
+    if logits is not None:
+        logprob, h = _FromLogits.apply(logits, job)
+    else:
+        logprob, h = _FromHidden.apply(hidden, lm_head, lm_head_bias, job)
+    return logprob, h if entropy else None
+
+
+class _Job(NamedTuple):
+    kernel: RowKernel
+    value_token_ids: tuple[int, int]
+    rows: Tensor
+    actions: Tensor
+    temperature: float
+
+
+def _slopes(grad_logprob: Tensor | None, grad_entropy: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A and B of the row pass from the upstream gradients (B = -dL/dH)."""
+    a = torch.zeros_like(like) if grad_logprob is None else grad_logprob.to(like.dtype).contiguous()
+    return a, None if grad_entropy is None else -grad_entropy.to(like.dtype)
+
+
+class _FromLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, job: _Job) -> tuple[Tensor, Tensor]:
+        stats = job.kernel.stats(logits, job.rows, job.actions, job.value_token_ids, job.temperature)
+        ctx.save_for_backward(logits, *stats)
+        ctx.job = job
+        ctx.set_materialize_grads(False)
+        return stats.logprob.clone(), stats.entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+        logits, *saved = ctx.saved_tensors
+        job, stats = ctx.job, RowStats(*saved)
+        a, b = _slopes(grad_logprob, grad_entropy, stats.logprob)
+        out = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+        job.kernel.grad(logits, job.rows, job.actions, stats, a, b, job.value_token_ids, job.temperature, out)
+        return out, None
+
+
+class _FromHidden(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job) -> tuple[Tensor, Tensor]:
+        head = Head(hidden, weight, bias)
+        parts: list[RowStats] = []
+
+        def visit(part: slice, h: Tensor, z: Tensor) -> None:
+            parts.append(job.kernel.stats(z, None, job.actions[part], job.value_token_ids, job.temperature))
+
+        with torch.autocast(hidden.device.type, enabled=False):
+            each_chunk(head, job.rows, visit)
+        if parts:
+            stats = RowStats(*(torch.cat(xs) for xs in zip(*parts, strict=True)))
+        else:
+            stats = RowStats(*(hidden.new_empty(0, dtype=stat_dtype(hidden.dtype)) for _ in range(4)))
+        ctx.save_for_backward(hidden, weight, bias, *stats)
+        ctx.job = job
+        ctx.set_materialize_grads(False)
+        return stats.logprob.clone(), stats.entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, bias, *saved = ctx.saved_tensors
+        job, stats, head = ctx.job, RowStats(*saved), Head(hidden, weight, bias)
+        a, b = _slopes(grad_logprob, grad_entropy, stats.logprob)
+        grads = HeadGradSum(head, tuple(ctx.needs_input_grad[:3]))
+
+        def visit(part: slice, h: Tensor, z: Tensor) -> None:
+            chunk = RowStats(*(x[part] for x in stats))
+            job.kernel.grad(z, None, job.actions[part], chunk, a[part], None if b is None else b[part], job.value_token_ids,
+                            job.temperature, z)  # fmt: skip
+            grads.add(job.rows[part], h, z)
+
+        with torch.autocast(hidden.device.type, enabled=False):
+            each_chunk(head, job.rows, visit)
+        return (*grads.finish(), None)
+
+
+def read_values(
+    *,
+    logits: Tensor | None = None,
+    hidden: Tensor | None = None,
+    lm_head: Tensor | None = None,
+    lm_head_bias: Tensor | None = None,
+    value_token_ids: tuple[int, int],
+    rows: Tensor,
+    r_max: float,
+    tau_v: float = 1.0,
+    readout: str = "linear",
+    check: bool = True,
+) -> Tensor:
+    """r_max * (z[w+] - z[w-]) / tau_v at ``rows`` (method: Turn, boundaries, readout): V at last context tokens, Q at last response tokens.
+
+    Two columns of the LM head are used, not the vocabulary. ``readout="clip"`` clips to [-r_max, r_max], without gradient outside.
+    Differentiable.
+
+    Args: as `fused_loss`; ``rows`` [M] integers.
+
+    Returns:
+        [M] reward units, float32 (float64 for float64 input).
+
+    Raises:
+        ValueError: as `fused_loss`.
+    """
+    checks.read_values(
+        logits=logits, hidden=hidden, lm_head=lm_head, lm_head_bias=lm_head_bias, value_token_ids=value_token_ids, rows=rows, r_max=r_max,
+        tau_v=tau_v, readout=readout, check=check,
+    )  # fmt: skip
+    rows = rows.to(torch.int64)
+    if logits is not None:
+        plus, minus = value_token_ids
+        wide = stat_dtype(logits.dtype)
+        u = (logits[rows, plus].to(wide) - logits[rows, minus].to(wide)) / tau_v
+    else:
+        with torch.autocast(hidden.device.type, enabled=False):
+            u = readout_from_hidden(Head(hidden, lm_head, lm_head_bias), hidden[rows].to(stat_dtype(hidden.dtype)), value_token_ids) / tau_v
+    return r_max * (u.clamp(-1, 1) if readout == "clip" else u)

@@ -1,0 +1,323 @@
+"""The wide part of the loss: statistics of vocabulary rows, their gradient, and the matrix products around them.
+
+Every loss here asks three numbers of a row (method: Loss; "three numbers a row"). With q the softmax without w+ and w-, and H its entropy,
+
+    dL/dz_j = [ A (1[j = a] - q_j) + B q_j (log q_j + H) ] / temperature        j not w+, w-
+    dL/dz_{w+} = C,  dL/dz_{w-} = -C
+
+with A = dL/dlogp, B = -dL/dH and C = dL/d(z_{w+} - z_{w-}). So the code that touches [n, V] knows (A, B, C) and no loss.
+
+Numbers are carried relative to the largest allowed logit m of the row: with r = sum of exp(x_j - m) over all j but one that attains m,
+
+    log q_j = (x_j - m) - log1p(r),      H = log1p(r) + spread,      spread = -sum_j e^(x_j - m) (x_j - m) / (1 + r),
+
+so nothing cancels when one token takes all the mass: log q stays -r and not 0, H is a sum of two terms >= 0, and log q_j + H = (x_j - m) + spread.
+
+Legend: n rows of a block, N action rows in all, T rows of the logits or hidden states, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from . import backends
+
+# Bytes of compact logits alive at once in the hidden form: large enough for efficient matrix products, small beside a model.
+CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 1024 * 2**20}
+# Bytes of one float32 temporary of the torch row pass: about a cache on a CPU.
+BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
+# exp() of these is 0 in the type itself; a finite floor keeps 0 * x = 0 where x would be -inf.
+_FLOOR = {torch.float32: -128.0, torch.float64: -1000.0}
+
+
+class RowStats(NamedTuple):
+    """Statistics of n rows, each [n], float32 (float64 for float64 logits)."""
+
+    logprob: Tensor  # log q_a
+    top: Tensor  # m, the largest allowed logit / temperature
+    log_sum: Tensor  # log1p(r): log-sum-exp of the row minus m
+    spread: Tensor  # H - log_sum, >= 0
+
+    @property
+    def entropy(self) -> Tensor:
+        return self.log_sum + self.spread
+
+
+class RowKernel(Protocol):
+    """What a row-pass backend offers. ``value_token_ids`` are (w+, w-); w+ and w- columns are never read.
+
+    ``rows`` [n] int64 picks rows of ``logits`` [T, V] (a row may repeat); None: row i of ``logits`` [n, V] is row i.
+    """
+
+    def stats(
+        self, logits: Tensor, rows: Tensor | None, actions: Tensor, value_token_ids: tuple[int, int], temperature: float
+    ) -> RowStats: ...
+
+    def grad(
+        self,
+        logits: Tensor,
+        rows: Tensor | None,
+        actions: Tensor,
+        stats: RowStats,
+        a: Tensor,
+        b: Tensor | None,
+        value_token_ids: tuple[int, int],
+        temperature: float,
+        out: Tensor,
+    ) -> None:
+        """Write the policy part of the gradient into ``out``, of the shape and type of ``logits`` and possibly the same memory.
+
+        ``a``, ``b`` [n]; ``b`` None: no entropy term. w+ and w- columns become 0. With ``rows``, only those rows of ``out`` are written,
+        and the contributions of a row that repeats add, in a fixed order.
+        """
+        ...
+
+
+def stat_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type row statistics are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def add_at(target: Tensor, index: Tensor, source: Tensor) -> None:
+    """``target[index] += source`` along dim 0, repeated indices included, in an order that does not change from run to run."""
+    if target.is_cuda:
+        target.index_put_((index,), source, accumulate=True)  # sorts by index; index_add_ would use atomics
+    else:
+        target.index_add_(0, index, source)  # serial over the index
+
+
+def _block_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
+    limit = BLOCK_BYTES.get(device.type, BLOCK_BYTES["cuda"])
+    return max(1, limit // (vocabulary * torch.finfo(dtype).bits // 8))
+
+
+def _shifted(
+    logits: Tensor, lo: int, hi: int, rows: Tensor | None, value_token_ids: tuple[int, int], temperature: float, top: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A private copy of rows lo..hi: x - m with w+ and w- at the floor; also m, and (when it was not given) where it is attained."""
+    block = logits[lo:hi] if rows is None else logits.index_select(0, rows[lo:hi])
+    dtype = stat_dtype(logits.dtype)
+    x = block.to(dtype) if block.dtype != dtype or rows is not None else block.clone()
+    if temperature != 1.0:
+        x.div_(temperature)
+    for token in value_token_ids:
+        x[:, token] = -torch.inf
+    where = None
+    if top is None:
+        top, where = x.max(dim=1)
+    x.sub_(top[:, None]).clamp_(min=_FLOOR[dtype])
+    return x, top, where
+
+
+def _sum_rows(x: Tensor) -> Tensor:
+    """Sum of each row, the same bits whatever rows stand beside it: a lone row on a CPU would be split between threads."""
+    if x.shape[0] == 1 and not x.is_cuda:
+        return x.expand(2, -1).sum(dim=1)[:1]
+    return x.sum(dim=1)
+
+
+class TorchRows:
+    """The row pass in plain torch, block by block."""
+
+    def stats(
+        self, logits: Tensor, rows: Tensor | None, actions: Tensor, value_token_ids: tuple[int, int], temperature: float
+    ) -> RowStats:
+        n, dtype = actions.shape[0], stat_dtype(logits.dtype)
+        logprob, top_all, log_sum, spread = (torch.empty(n, dtype=dtype, device=logits.device) for _ in range(4))
+        step = _block_rows(logits.shape[1], dtype, logits.device)
+        for lo in range(0, n, step):
+            hi = min(lo + step, n)
+            x, top, where = _shifted(logits, lo, hi, rows, value_token_ids, temperature, None)
+            taken = x.gather(1, actions[lo:hi, None]).squeeze(1)
+            # The floor stands for -inf; an action there has no probability at all.
+            taken = taken.masked_fill(taken <= _FLOOR[dtype], -torch.inf)
+            e = x.exp()
+            e.scatter_(1, where[:, None], 0.0)
+            rest = _sum_rows(e)
+            top_all[lo:hi] = top
+            log_sum[lo:hi] = rest.log1p()
+            spread[lo:hi] = _sum_rows(e.mul_(x)).neg_() / (1 + rest)
+            logprob[lo:hi] = taken - log_sum[lo:hi]
+        return RowStats(logprob, top_all, log_sum, spread)
+
+    def grad(
+        self,
+        logits: Tensor,
+        rows: Tensor | None,
+        actions: Tensor,
+        stats: RowStats,
+        a: Tensor,
+        b: Tensor | None,
+        value_token_ids: tuple[int, int],
+        temperature: float,
+        out: Tensor,
+    ) -> None:
+        n, dtype = actions.shape[0], stat_dtype(logits.dtype)
+        a = a / temperature
+        b = None if b is None else b / temperature
+        wide_a, wide_b, once, first = a, b, None, None
+        if rows is not None:
+            # q and H do not depend on the action, so the occurrences of one row share their wide part: sums of A and B a row.
+            wide_a, wide_b, once, first = _merge_repeats(rows, logits.shape[0], a, b)
+        step = _block_rows(logits.shape[1], dtype, logits.device)
+        for lo in range(0, n, step):
+            hi = min(lo + step, n)
+            x, _, _ = _shifted(logits, lo, hi, rows, value_token_ids, temperature, stats.top[lo:hi])
+            q = (x - stats.log_sum[lo:hi, None]).exp_()
+            taken = actions[lo:hi, None]
+            # 1 - q_a from log q_a: exact where q_a is near 1.
+            one_hot = a[lo:hi] * -torch.expm1(stats.logprob[lo:hi])
+            if wide_b is None:
+                g = q.mul_(-wide_a[lo:hi, None])
+            else:
+                x.add_(stats.spread[lo:hi, None]).mul_(wide_b[lo:hi, None])
+                one_hot = one_hot + (q.gather(1, taken) * x.gather(1, taken)).squeeze(1)
+                g = q.mul_(x.sub_(wide_a[lo:hi, None]))
+            if once is None:
+                g.scatter_(1, taken, one_hot[:, None])
+                for token in value_token_ids:
+                    g[:, token] = 0.0
+                out[lo:hi] = g
+                continue
+            g.scatter_(1, taken, torch.where(once[lo:hi, None], one_hot[:, None], g.gather(1, taken)))
+            for token in value_token_ids:
+                g[:, token] = 0.0
+            # A row whose first occurrence lies in an earlier block is final already; within a block all occurrences write the same.
+            done = first[lo:hi] < lo
+            g = torch.where(done[:, None], out.index_select(0, rows[lo:hi]), g.to(out.dtype))
+            out.index_copy_(0, rows[lo:hi], g)
+        if once is not None:
+            _add_one_hot(out, rows, actions, a.masked_fill(once, 0.0), once)
+
+
+def _merge_repeats(rows: Tensor, total: int, a: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Sums of A and B over the occurrences of each row, spread back on them; which rows occur once; where each first occurs."""
+
+    def summed(x: Tensor) -> Tensor:
+        dense = torch.zeros(total, dtype=x.dtype, device=x.device)
+        add_at(dense, rows, x)
+        return dense[rows]
+
+    n = rows.shape[0]
+    first = torch.full((total,), n, dtype=torch.int64, device=rows.device)
+    first.scatter_reduce_(0, rows, torch.arange(n, device=rows.device), "amin")
+    once = summed(torch.ones_like(a)) == 1
+    return summed(a), None if b is None else summed(b), once, first[rows]
+
+
+def _add_one_hot(out: Tensor, rows: Tensor, actions: Tensor, a: Tensor, once: Tensor) -> None:
+    """Add A at the action of every occurrence of a row that repeats (0 for the others)."""
+    if out.is_cuda:
+        out.index_put_((rows, actions), a.to(out.dtype), accumulate=True)
+        return
+    again = (~once).nonzero().squeeze(1)
+    for part in again.split(16384):  # below the size from which torch adds in parallel, in no fixed order
+        out.index_put_((rows[part], actions[part]), a[part].to(out.dtype), accumulate=True)
+
+
+backends.register("row_pass", "torch", TorchRows, lambda: None, devices=("any",))
+
+
+# ------------------------------------------------------------------------------------------------------------- from hidden states
+
+
+class Head(NamedTuple):
+    """Hidden states and the LM head: logits = hidden @ weight.T + bias."""
+
+    hidden: Tensor  # [T, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+
+
+class HeadGrads(NamedTuple):
+    """Gradients wanted, else None: hidden [T, H], weight [V, H], bias [V]."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def chunk_rows(head: Head) -> int:
+    """How many action rows are projected at once."""
+    limit = CHUNK_BYTES.get(head.hidden.device.type, CHUNK_BYTES["cuda"])
+    return max(1, limit // (head.weight.shape[0] * head.hidden.element_size()))
+
+
+def project(head: Head, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Gathered hidden rows [n, H] and their logits [n, V] in the model's type."""
+    h = head.hidden.index_select(0, rows)
+    z = h @ head.weight.T
+    return h, z if head.bias is None else z.add_(head.bias)
+
+
+class HeadGradSum:
+    """Collects the gradients of hidden states and LM head over the chunks. Sums over tokens are float32 (float64 for float64)."""
+
+    def __init__(self, head: Head, want: tuple[bool, bool, bool]) -> None:
+        self.head = head
+        wide = stat_dtype(head.hidden.dtype)
+        device = head.hidden.device
+        self.hidden = torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) if want[0] else None
+        self.weight = torch.zeros(head.weight.shape, dtype=wide, device=device) if want[1] else None
+        self.bias = torch.zeros(head.weight.shape[0], dtype=wide, device=device) if want[2] and head.bias is not None else None
+
+    def add(self, rows: Tensor, h: Tensor, dz: Tensor) -> None:
+        """A chunk: hidden rows [n, H], gradient of their logits [n, V]."""
+        if self.hidden is not None:
+            add_at(self.hidden, rows, dz @ self.head.weight)
+        if self.weight is not None:
+            if dz.dtype == self.weight.dtype:
+                self.weight.addmm_(dz.T, h)
+            elif dz.is_cuda:
+                torch.addmm(self.weight, dz.T, h, out_dtype=self.weight.dtype, out=self.weight)
+            else:
+                self.weight.addmm_(dz.T.to(self.weight.dtype), h.to(self.weight.dtype))
+        if self.bias is not None:
+            self.bias.add_(dz.sum(dim=0, dtype=self.bias.dtype))
+
+    def add_readout(self, rows: Tensor, h: Tensor, c: Tensor, value_token_ids: tuple[int, int]) -> None:
+        """Value rows: hidden rows h [M, H] in the statistics' type, C [M]. Two columns, no vocabulary."""
+        plus, minus = value_token_ids
+        if self.hidden is not None:
+            add_at(self.hidden, rows, (c[:, None] * readout_vector(self.head, value_token_ids)).to(self.hidden.dtype))
+        if self.weight is not None:
+            column = c @ h
+            self.weight[plus] += column
+            self.weight[minus] -= column
+        if self.bias is not None:
+            self.bias[plus] += c.sum()
+            self.bias[minus] -= c.sum()
+
+    def finish(self) -> HeadGrads:
+        """The gradients in the types of their inputs."""
+        weight = None if self.weight is None else self.weight.to(self.head.weight.dtype)
+        bias = None if self.bias is None else self.bias.to(self.head.bias.dtype)
+        return HeadGrads(self.hidden, weight, bias)
+
+
+def readout_vector(head: Head, value_token_ids: tuple[int, int]) -> Tensor:
+    """W[w+] - W[w-], [H], in the statistics' type."""
+    plus, minus = value_token_ids
+    wide = stat_dtype(head.weight.dtype)
+    return head.weight[plus].to(wide) - head.weight[minus].to(wide)
+
+
+def readout_from_hidden(head: Head, h: Tensor, value_token_ids: tuple[int, int]) -> Tensor:
+    """z[w+] - z[w-] of hidden rows h [M, H] (already in the statistics' type), [M]."""
+    u = (h * readout_vector(head, value_token_ids)).sum(dim=1)
+    if head.bias is not None:
+        plus, minus = value_token_ids
+        u = u + (head.bias[plus].to(u.dtype) - head.bias[minus].to(u.dtype))
+    return u
+
+
+def each_chunk(head: Head, rows: Tensor, visit: Callable[[slice, Tensor, Tensor], None]) -> None:
+    """Call ``visit(part, h, z)`` for the action rows chunk by chunk; ``z`` is the visitor's to overwrite."""
+    step = chunk_rows(head)
+    for lo in range(0, rows.shape[0], step):
+        part = slice(lo, min(lo + step, rows.shape[0]))
+        visit(part, *project(head, rows[part]))
