@@ -51,7 +51,7 @@ def save(
     """Write ``directory/iteration-<iteration>`` atomically, then delete all but the last ``keep`` checkpoints.
 
     ``tensors`` by group, each a flat name -> tensor mapping without two names for one memory (``unique_tensors``). ``state``: JSON values
-    with text keys. Later iterations found in ``directory`` are of an abandoned continuation (the run was resumed from before them): deleted.
+    with text keys. Later iterations found in ``directory`` are of an abandoned continuation (the run went on from before them): deleted.
     Raises ValueError for what cannot be stored; OSError (disk full, read-only) leaves the earlier checkpoints as they are.
     """
     if iteration < 0 or keep < 1:
@@ -115,6 +115,14 @@ def latest(directory: str | Path) -> Path | None:
     if damaged:
         raise CheckpointError("every checkpoint is damaged; delete them, or choose another output_dir:\n" + "\n".join(damaged))
     return None
+
+
+def iteration_of(path: Path) -> int:
+    """Iterations completed at a checkpoint that ``latest`` gave."""
+    match = _NAME.match(path.name)
+    if match is None:
+        raise ValueError(f"a checkpoint's directory is named iteration-NNNNNN, got {path}")
+    return int(match[1])
 
 
 def unique_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -231,11 +231,11 @@ def _no_such_key(key: str) -> str:
         return f"key {key!r} must be nested in a file: write '{head}:' and, indented below it, '{inner}: ...'"
     section, _, last = key.rpartition(".")
     in_section = [name for name in known if name.rpartition(".")[0] == section]
-    # a near key, which may be the section that is misspelt; the same name elsewhere; a near key in this section or anywhere
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.8 if section else 0.7)
-    near = near or [name for name in known if name.rpartition(".")[2] == last][:3]
+    initials = "".join(word[:1] for word in last.split("_"))
     near = (
-        near
+        difflib.get_close_matches(key, known, n=1, cutoff=0.8)  # a slip in the key or in its section
+        or [name for name in known if name.rpartition(".")[2] == last][:3]  # the right name, elsewhere
+        or [name for name in in_section if name.rpartition(".")[2] == initials]  # learning_rate: lr
         or difflib.get_close_matches(key, in_section, n=1)
         or difflib.get_close_matches(key, [*known, *Config.model_fields], n=1, cutoff=0.5)
     )

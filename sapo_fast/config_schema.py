@@ -48,7 +48,7 @@ class ModelSection(Section):
 
 
 class WarmStartSection(Section):
-    """The embedded model's pre-training on the imperfect expert's episodes (all tokens, and V and Q on the returns); model.path=tiny only."""
+    """The embedded model's pre-training on the imperfect expert's episodes (all tokens, V and Q on the returns); model.path=tiny only."""
 
     episodes: int = Field(3000, ge=1, description="expert episodes generated")
     steps: int = Field(400, ge=0, description="optimizer steps")

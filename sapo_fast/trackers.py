@@ -28,8 +28,7 @@ class Tracker:
     def __init__(
         self, run_dir: str | Path, *, resume_at: int = 0, tensorboard: bool = False, wandb: bool = False, config: Config | None = None
     ) -> None:
-        _require("tensorboard", tensorboard, "log.tensorboard", "pip install 'sapo_fast[train]'")
-        _require("wandb", wandb, "log.wandb", "pip install wandb")
+        check_installed(tensorboard=tensorboard, wandb=wandb)
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "values.jsonl", "episodes.jsonl"):
@@ -91,8 +90,18 @@ class Tracker:
 
     def _write_episodes_page(self) -> None:
         records = list(read_jsonl(self.run_dir / "episodes.jsonl"))
+        page = self.run_dir / "episodes.md"
         if records:
-            _replace(self.run_dir / "episodes.md", "# Sample episodes\n\n" + "\n".join(map(episode_text, reversed(records))))
+            _replace(page, "# Sample episodes\n\n" + "\n".join(map(episode_text, reversed(records))))
+        else:
+            page.unlink(missing_ok=True)
+
+
+def check_installed(*, tensorboard: bool, wandb: bool) -> None:
+    """ValueError if a sink is wanted whose package is missing."""
+    for module, wanted, install in (("tensorboard", tensorboard, "'sapo_fast[train]'"), ("wandb", wandb, "wandb")):
+        if wanted and importlib.util.find_spec(module) is None:
+            raise ValueError(f"log.{module}=true needs the package {module}; pip install {install}, or set log.{module}=false")
 
 
 def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -158,11 +167,6 @@ def _replace(path: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(temporary, path)
-
-
-def _require(module: str, wanted: bool, key: str, install: str) -> None:
-    if wanted and importlib.util.find_spec(module) is None:
-        raise ValueError(f"{key}=true needs the package {module}, which is not installed; {install}, or set {key}=false")
 
 
 def _start_wandb(run_dir: Path, config: Config | None) -> Any:
