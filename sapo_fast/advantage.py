@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import backends, checks
+from . import backends
+from . import checks_turns as checks
 
 
 class TurnTargets(NamedTuple):
@@ -39,8 +40,8 @@ def turn_gae(
 ) -> TurnTargets:
     """Advantages and targets of every turn (method: Targets).
 
-    delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  v_target = V_t + A_t,  q_target = r_t + gamma Q_{t+1}. After the
-    last turn V and Q are ``bootstrap`` and A is 0. A NaN stays in its own trajectory.
+    delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  v_target = V_t + A_t,  q_target = r_t + gamma Q_{t+1}.
+    After the last turn V and Q are ``bootstrap`` and A is 0. A NaN stays in its own trajectory.
 
     Args:
         rewards, values, q_values: [T] floating, reward units; the values are the old policy's. Any strides.
@@ -151,11 +152,14 @@ def token_gae(
         earned = torch.zeros(total + 1, dtype=torch.float64, device=keep.device)
         paid = rewards != 0
         owner = count[1:] - 1
-        start = torch.searchsorted(cu_tokens.to(torch.int64)[1:].contiguous(), torch.arange(keep.shape[0], device=keep.device), right=True)
-        orphan = paid & (owner < offsets[start])
+        position = torch.arange(keep.shape[0], device=keep.device)
+        sequence = torch.searchsorted(cu_tokens.to(torch.int64)[1:].contiguous(), position, right=True)
+        orphan = paid & (owner < offsets[sequence])
         if bool(orphan.any()):
             where = int(orphan.nonzero()[0])
-            raise ValueError(f"rewards[{where}] is non-zero before the first response token of sequence {int(start[where])}: no token earned it")
+            raise ValueError(
+                f"rewards[{where}] is non-zero before the first response token of sequence {int(sequence[where])}: no token earned it"
+            )
         earned.index_add_(0, torch.where(paid, owner, total), torch.where(paid, rewards, 0).double())
         old = values[keep].to(dtype)
         targets = turn_gae(earned[:total].to(dtype), old, cu_turns=offsets, gamma=gamma, lam=lam, impl=impl)
@@ -185,8 +189,8 @@ def normalize_advantages(
         invalid_penalty: reward units.
         min_std: reward units.
         valid: [T] flags; turns where it is 0 (copies made to fill a batch) stay out of the statistics, may hold anything, and get 0.
-        process_group: a torch.distributed group whose ranks hold parts of one batch (`torch.distributed.group.WORLD` for all). Counts, means
-            and squared deviations are merged exactly, in rank order, so every rank uses the same numbers. Every rank must call, also with
+        process_group: a torch.distributed group whose ranks hold parts of one batch (`torch.distributed.group.WORLD` for all). Counts,
+            means and squared deviations are merged exactly, in rank order, so every rank uses the same numbers. Every rank must call, also with
             no turns. None: this process alone.
 
     Returns:

@@ -8,10 +8,10 @@ An operation here is a piece that can be swapped, not a public function:
               ``fn(rewards, values, q_values, bootstrap, cu_turns, gamma, lam, lam_v) -> (advantages, v_targets, q_targets)``.
               It receives checked, contiguous tensors of one floating type (float32 or float64) on one device: rewards and values [T],
               q_values [T] or None, bootstrap [B], cu_turns [B+1] int64, and Python floats; it returns new tensors [T] of that type
-              (q_targets None when q_values is). A NaN must never leave its trajectory.
+              (q_targets None when q_values is). A NaN must not leave its trajectory.
 
-A kernel plugs itself in with `register`, from one of the provider modules below, which are imported the first time a choice is made. "torch"
-needs nothing and is always there.
+A kernel plugs itself in with `register`, from one of the provider modules below, which are imported the first time a choice is made.
+"torch" needs nothing and is always there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Every check of the public operations: the argument, the rule, the value got, the fix. Nothing is computed before they pass.
+"""Checks of the loss, the log-probabilities and the readout: the argument, the rule, the value got, the fix.
+
+Nothing is computed before they pass.
 
 Checks of shapes, types and devices are free. Checks of data collect one flag each and read all of them at once: on a GPU that waits for the
 device once a call, and only when ``check`` is True.
@@ -7,7 +9,7 @@ device once a call, and only when ``check`` is True.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,25 +28,25 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # --------------------------------------------------------------------------------------------------------------------- numbers
 
 
-def _number(name: str, value: Any) -> None:
+def number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
         raise ValueError(f"{name} must be a number, got {value!r}")
 
 
 def positive(name: str, value: Any) -> None:
-    _number(name, value)
+    number(name, value)
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be > 0 and finite, got {value!r}")
 
 
 def not_negative(name: str, value: Any) -> None:
-    _number(name, value)
+    number(name, value)
     if not 0 <= value < math.inf:
         raise ValueError(f"{name} must be >= 0 and finite, got {value!r}")
 
 
 def fraction(name: str, value: Any) -> None:
-    _number(name, value)
+    number(name, value)
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must be in [0, 1], got {value!r}")
 
@@ -60,7 +62,7 @@ def loss_config(config: LossConfig) -> None:
         if value is not None:
             not_negative(name, value)
     if config.dual_clip is not None:
-        _number("dual_clip", config.dual_clip)
+        number("dual_clip", config.dual_clip)
         if not 1 < config.dual_clip < math.inf:
             raise ValueError(f"dual_clip must be > 1 and finite, or None to switch it off; got {config.dual_clip!r}")
     for name in ("v_coef", "q_coef", "kl_coef", "entropy_coef"):
@@ -73,7 +75,7 @@ def loss_config(config: LossConfig) -> None:
 # ---------------------------------------------------------------------------------------------------------- shapes, types, devices
 
 
-def _tensor(name: str, x: Any, dims: int, device: torch.device | None, dtypes: tuple[torch.dtype, ...], kind: str) -> Tensor:
+def tensor(name: str, x: Any, dims: int, device: torch.device | None, dtypes: tuple[torch.dtype, ...], kind: str) -> Tensor:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.dim() != dims:
@@ -88,25 +90,25 @@ def _tensor(name: str, x: Any, dims: int, device: torch.device | None, dtypes: t
     return x
 
 
-def _floats(name: str, x: Any, length: int | None, device: torch.device | None, of: str) -> Tensor:
-    x = _tensor(name, x, 1, device, _FLOATS, "floating point")
-    _length(name, x, length, of)
+def floats(name: str, x: Any, length: int | None, device: torch.device | None, of: str) -> Tensor:
+    x = tensor(name, x, 1, device, _FLOATS, "floating point")
+    entries(name, x, length, of)
     return x
 
 
-def _integers(name: str, x: Any, length: int | None, device: torch.device | None, of: str) -> Tensor:
-    x = _tensor(name, x, 1, device, _INTEGERS, "integers")
-    _length(name, x, length, of)
+def integers(name: str, x: Any, length: int | None, device: torch.device | None, of: str) -> Tensor:
+    x = tensor(name, x, 1, device, _INTEGERS, "integers")
+    entries(name, x, length, of)
     return x
 
 
-def _flags(name: str, x: Any, length: int, device: torch.device, of: str) -> Tensor:
-    x = _tensor(name, x, 1, device, (torch.bool, *_INTEGERS, *_FLOATS), "bool, integers or floating point")
-    _length(name, x, length, of)
+def flags(name: str, x: Any, length: int, device: torch.device, of: str) -> Tensor:
+    x = tensor(name, x, 1, device, (torch.bool, *_INTEGERS, *_FLOATS), "bool, integers or floating point")
+    entries(name, x, length, of)
     return x
 
 
-def _length(name: str, x: Tensor, length: int | None, of: str) -> None:
+def entries(name: str, x: Tensor, length: int | None, of: str) -> None:
     if length is not None and x.shape[0] != length:
         raise ValueError(f"{name} must have one entry per {of}: {length}, got {x.shape[0]}")
 
@@ -117,7 +119,7 @@ def _whole_weight(name: str, x: Any) -> None:
         raise ValueError(f"{name} is a DTensor: pass {name}.full_tensor(), or call inside the module's forward where FSDP has gathered it")
     if isinstance(x, Tensor) and x.numel() == 0:
         raise ValueError(
-            f"{name} is empty, shape {tuple(x.shape)}: under ZeRO-3 call inside deepspeed.zero.GatheredParameters([{name}]), which gathers it"
+            f"{name} is empty, shape {tuple(x.shape)}: under ZeRO-3 call inside deepspeed.zero.GatheredParameters([{name}])"
         )
 
 
@@ -132,22 +134,22 @@ def _source(logits: Any, hidden: Any, lm_head: Any, lm_head_bias: Any) -> tuple[
                 raise ValueError(f"{name} goes with hidden; logits are given, which include it already: leave {name} out")
         if isinstance(logits, Tensor) and hasattr(logits, "full_tensor") and hasattr(logits, "placements"):
             raise ValueError("logits are a DTensor: pass logits.full_tensor()")
-        return _tensor("logits", logits, 2, None, _FLOATS, "floating point"), logits.shape[1]
+        return tensor("logits", logits, 2, None, _FLOATS, "floating point"), logits.shape[1]
     if lm_head is None:
         raise ValueError("hidden needs lm_head, the [V, H] weight of the LM head; got None")
     if isinstance(hidden, Tensor) and hasattr(hidden, "full_tensor") and hasattr(hidden, "placements"):
         raise ValueError("hidden is a DTensor: pass hidden.full_tensor()")
-    _tensor("hidden", hidden, 2, None, _FLOATS, "floating point")
+    tensor("hidden", hidden, 2, None, _FLOATS, "floating point")
     _whole_weight("lm_head", lm_head)
-    _tensor("lm_head", lm_head, 2, hidden.device, _FLOATS, "floating point")
+    tensor("lm_head", lm_head, 2, hidden.device, _FLOATS, "floating point")
     if lm_head.shape[1] != hidden.shape[1]:
         raise ValueError(f"lm_head must be [V, H] with H = {hidden.shape[1]} as hidden, got {tuple(lm_head.shape)}")
     if lm_head.dtype != hidden.dtype:
         raise ValueError(f"lm_head is {lm_head.dtype}, hidden is {hidden.dtype}: give both one type, e.g. lm_head.to(hidden.dtype)")
     if lm_head_bias is not None:
         _whole_weight("lm_head_bias", lm_head_bias)
-        _tensor("lm_head_bias", lm_head_bias, 1, hidden.device, _FLOATS, "floating point")
-        _length("lm_head_bias", lm_head_bias, lm_head.shape[0], "row of lm_head")
+        tensor("lm_head_bias", lm_head_bias, 1, hidden.device, _FLOATS, "floating point")
+        entries("lm_head_bias", lm_head_bias, lm_head.shape[0], "row of lm_head")
         if lm_head_bias.dtype != hidden.dtype:
             raise ValueError(f"lm_head_bias is {lm_head_bias.dtype}, hidden is {hidden.dtype}: give both one type")
     return hidden, lm_head.shape[0]
@@ -155,7 +157,7 @@ def _source(logits: Any, hidden: Any, lm_head: Any, lm_head_bias: Any) -> tuple[
 
 def lm_head_weight(lm_head: Any) -> None:
     _whole_weight("lm_head", lm_head)
-    _tensor("lm_head", lm_head, 2, None, _FLOATS, "floating point")
+    tensor("lm_head", lm_head, 2, None, _FLOATS, "floating point")
 
 
 def value_token_pair(value_token_ids: Any, vocabulary: int) -> tuple[int, int]:
@@ -176,32 +178,33 @@ def value_token_pair(value_token_ids: Any, vocabulary: int) -> tuple[int, int]:
 # --------------------------------------------------------------------------------------------------------------------- data
 
 
-class _Data:
+class Data:
     """Flags on the device, read all at once; then the first that is up tells its story."""
 
     def __init__(self) -> None:
-        self._flags: list[Tensor] = []
+        self.flags: list[Tensor] = []
         self._stories: list[Callable[[Tensor], str]] = []
         self._masks: list[Tensor] = []
 
     def none(self, mask: Tensor, story: Callable[[int], str]) -> None:
         """No entry of ``mask`` [n] may be True; ``story`` of the first one that is."""
         if mask.numel():
-            self._flags.append(mask.any())
+            self.flags.append(mask.any())
             self._masks.append(mask)
             self._stories.append(story)
 
     def settle(self) -> None:
-        if not self._flags:
+        if not self.flags:
             return
-        raised = torch.stack(self._flags).tolist()
+        raised = torch.stack(self.flags).tolist()
         for up, mask, story in zip(raised, self._masks, self._stories, strict=True):
             if up:
                 raise ValueError(story(int(mask.nonzero()[0, 0])))
 
     def inside(self, name: str, rows: Tensor, total: int, of: str) -> None:
         self.none(
-            (rows < 0) | (rows >= total), lambda i: f"{name}[{i}] = {int(rows[i])} is out of range: {of} has {total} rows (0 to {total - 1})"
+            (rows < 0) | (rows >= total),
+            lambda i: f"{name}[{i}] = {int(rows[i])} is out of range: {of} has {total} rows (0 to {total - 1})"
         )
 
     def finite(self, name: str, x: Tensor | None) -> None:
@@ -209,7 +212,7 @@ class _Data:
             self.none(~x.isfinite(), lambda i: f"{name}[{i}] = {float(x[i])} is not finite")
 
 
-def _actions(data: _Data, action_rows: Tensor, actions: Tensor, pair: tuple[int, int], source: Tensor, of: str, vocabulary: int) -> None:
+def _actions(data: Data, action_rows: Tensor, actions: Tensor, pair: tuple[int, int], source: Tensor, of: str, vocabulary: int) -> None:
     data.inside("action_rows", action_rows, source.shape[0], of)
     data.none(
         (actions < 0) | (actions >= vocabulary),
@@ -227,8 +230,8 @@ def _actions(data: _Data, action_rows: Tensor, actions: Tensor, pair: tuple[int,
 
 def _rows_and_actions(source: Tensor, vocabulary: int, value_token_ids: Any, action_rows: Any, actions: Any) -> tuple[int, int]:
     pair = value_token_pair(value_token_ids, vocabulary)
-    _integers("action_rows", action_rows, None, source.device, "action")
-    _integers("actions", actions, action_rows.shape[0], source.device, "action row")
+    integers("action_rows", action_rows, None, source.device, "action")
+    integers("actions", actions, action_rows.shape[0], source.device, "action row")
     if vocabulary == 2 and action_rows.shape[0]:
         raise ValueError("value_token_ids ban the whole vocabulary: V is 2, no token is left for the policy")
     return pair
@@ -243,9 +246,9 @@ def _value_rows(kind: str, rows: Any, old: Any, targets: Any, device: torch.devi
     for name, x in ((f"{kind}_old", old), (f"{kind}_targets", targets)):
         if x is None:
             raise ValueError(f"{kind}_rows need {kind}_old and {kind}_targets, [M] in reward units; {name} is None")
-    _integers(f"{kind}_rows", rows, None, device, "turn")
-    _floats(f"{kind}_old", old, rows.shape[0], device, f"entry of {kind}_rows")
-    _floats(f"{kind}_targets", targets, rows.shape[0], device, f"entry of {kind}_rows")
+    integers(f"{kind}_rows", rows, None, device, "turn")
+    floats(f"{kind}_old", old, rows.shape[0], device, f"entry of {kind}_rows")
+    floats(f"{kind}_targets", targets, rows.shape[0], device, f"entry of {kind}_rows")
 
 
 def _normaliser(name: str, value: Any, count: int) -> None:
@@ -255,7 +258,7 @@ def _normaliser(name: str, value: Any, count: int) -> None:
         if value.numel() != 1:
             raise ValueError(f"{name} must be a number or a scalar tensor, got shape {tuple(value.shape)}")
         return
-    _number(name, value)
+    number(name, value)
     if not (0 < value < math.inf or (value == 0 and count == 0)):
         raise ValueError(f"{name} must be > 0 and finite (the whole batch's count), got {value!r}")
 
@@ -295,14 +298,14 @@ def fused_loss(
     pair = _rows_and_actions(source, vocabulary, value_token_ids, action_rows, actions)
     n, device = action_rows.shape[0], source.device
     if old_logprobs is not None:
-        _floats("old_logprobs", old_logprobs, n, device, "action row")
-    _floats("advantages", advantages, n, device, "action row")
+        floats("old_logprobs", old_logprobs, n, device, "action row")
+    floats("advantages", advantages, n, device, "action row")
     if ref_logprobs is not None:
-        _floats("ref_logprobs", ref_logprobs, n, device, "action row")
+        floats("ref_logprobs", ref_logprobs, n, device, "action row")
     elif config.kl_coef > 0 and n:
         raise ValueError(f"kl_coef = {config.kl_coef} needs ref_logprobs, [N] of the reference model: give them, or LossConfig(kl_coef=0)")
     if token_weights is not None:
-        _floats("token_weights", token_weights, n, device, "action row")
+        floats("token_weights", token_weights, n, device, "action row")
     _value_rows("v", v_rows, v_old, v_targets, device)
     _value_rows("q", q_rows, q_old, q_targets, device)
     _normaliser("num_tokens", num_tokens, n)
@@ -310,7 +313,7 @@ def fused_loss(
     _normaliser("num_turns", num_turns, turns)
     if not check:
         return
-    data, of = _Data(), "logits" if logits is not None else "hidden"
+    data, of = Data(), "logits" if logits is not None else "hidden"
     _actions(data, action_rows, actions, pair, source, of, vocabulary)
     for name, rows in (("v_rows", v_rows), ("q_rows", q_rows)):
         if rows is not None:
@@ -343,7 +346,7 @@ def token_logprobs(
     source, vocabulary = _source(logits, hidden, lm_head, lm_head_bias)
     pair = _rows_and_actions(source, vocabulary, value_token_ids, action_rows, actions)
     if check:
-        data = _Data()
+        data = Data()
         _actions(data, action_rows, actions, pair, source, "logits" if logits is not None else "hidden", vocabulary)
         data.settle()
 
@@ -366,144 +369,8 @@ def read_values(
     readout_name(readout)
     source, vocabulary = _source(logits, hidden, lm_head, lm_head_bias)
     value_token_pair(value_token_ids, vocabulary)
-    _integers("rows", rows, None, source.device, "turn")
+    integers("rows", rows, None, source.device, "turn")
     if check:
-        data = _Data()
+        data = Data()
         data.inside("rows", rows, source.shape[0], "logits" if logits is not None else "hidden")
         data.settle()
-
-
-# --------------------------------------------------------------------------------------------------------------------- turns
-
-
-def _offsets(data: _Data, name: str, offsets: Tensor, total: int, of: str) -> None:
-    data.none(offsets[:1] != 0, lambda i: f"{name} must start at 0, got {int(offsets[0])}")
-    data.none(offsets.diff() < 0, lambda i: f"{name} must not fall: {name}[{i}] = {int(offsets[i])}, {name}[{i + 1}] = {int(offsets[i + 1])}")
-    data.none(offsets[-1:] != total, lambda i: f"{name} must end at {total}, the number of {of}, got {int(offsets[-1])}")
-
-
-def turn_gae(
-    rewards: Any,
-    values: Any,
-    q_values: Any,
-    cu_turns: Any,
-    gamma: Any,
-    lam: Any,
-    lam_v: Any,
-    bootstrap: Any,
-    impl: Any,
-    check: bool,
-) -> None:
-    backends.check_impl(impl)
-    for name, x in (("gamma", gamma), ("lam", lam), ("lam_v", 0 if lam_v is None else lam_v)):
-        fraction(name, x)
-    rewards = _floats("rewards", rewards, None, None, "turn")
-    total, device = rewards.shape[0], rewards.device
-    _floats("values", values, total, device, "turn")
-    if q_values is not None:
-        _floats("q_values", q_values, total, device, "turn")
-    _integers("cu_turns", cu_turns, None, device, "trajectory")
-    if cu_turns.shape[0] == 0:
-        raise ValueError("cu_turns must be [B + 1] offsets starting at 0, got an empty tensor; for no trajectories give [0]")
-    if bootstrap is not None:
-        _floats("bootstrap", bootstrap, cu_turns.shape[0] - 1, device, "trajectory (len(cu_turns) - 1)")
-    if not check:
-        return
-    data = _Data()
-    _offsets(data, "cu_turns", cu_turns, total, "turns")
-    ends = cu_turns.to(torch.int64)
-
-    def finite(name: str, x: Tensor) -> None:
-        def story(i: int) -> str:
-            b = int(torch.searchsorted(ends[1:].contiguous(), torch.tensor(i, device=device), right=True))
-            return f"{name}[{i}] = {float(x[i])} is not finite (trajectory {b}, turn {i - int(ends[b])})"
-
-        data.none(~x.isfinite(), story)
-
-    finite("rewards", rewards)
-    finite("values", values)
-    if q_values is not None:
-        finite("q_values", q_values)
-    if bootstrap is not None:
-        data.none(~bootstrap.isfinite(), lambda b: f"bootstrap[{b}] = {float(bootstrap[b])} is not finite (trajectory {b})")
-    data.settle()
-
-
-def token_gae(rewards: Any, values: Any, mask: Any, cu_tokens: Any) -> None:
-    rewards = _floats("rewards", rewards, None, None, "token")
-    total, device = rewards.shape[0], rewards.device
-    _floats("values", values, total, device, "token")
-    _flags("mask", mask, total, device, "token")
-    _integers("cu_tokens", cu_tokens, None, device, "sequence")
-    if cu_tokens.shape[0] == 0:
-        raise ValueError("cu_tokens must be [B + 1] offsets starting at 0, got an empty tensor; for no sequences give [0]")
-    data = _Data()
-    _offsets(data, "cu_tokens", cu_tokens, total, "tokens")
-    data.finite("rewards", rewards)
-    data.settle()
-
-
-def normalize_advantages(advantages: Any, invalid: Any, invalid_penalty: Any, eps: Any, min_std: Any, valid: Any) -> None:
-    advantages = _floats("advantages", advantages, None, None, "turn")
-    for name, x in (("invalid_penalty", invalid_penalty), ("eps", eps), ("min_std", min_std)):
-        not_negative(name, x)
-    for name, x in (("invalid", invalid), ("valid", valid)):
-        if x is not None:
-            _flags(name, x, advantages.shape[0], advantages.device, "turn")
-
-
-def finite_advantages(counts: Tensor, own: Tensor, grouped: bool) -> None:
-    """``counts`` [ranks]: non-finite advantages on each rank. Every rank raises, so none waits for one that stopped."""
-    counts = counts.tolist()
-    if not any(counts):
-        return
-    bad = (~own.isfinite()).nonzero()
-    if bad.numel():
-        i = int(bad[0, 0])
-        raise ValueError(f"advantages[{i}] = {float(own[i])} (after the invalid penalty) is not finite")
-    ranks = [rank for rank, count in enumerate(counts) if count]
-    raise ValueError(f"advantages are not finite on group rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
-
-
-def turn_order(trajectory_ids: Any, turn_index: Any) -> tuple[Tensor, Tensor]:
-    """Both as int64 tensors."""
-
-    def integers(name: str, x: Any) -> Tensor:
-        if not isinstance(x, Tensor):
-            if not isinstance(x, Sequence) or isinstance(x, str) or any(isinstance(i, bool) or not isinstance(i, int) for i in x):
-                raise ValueError(f"{name} must be a tensor or a sequence of integers, got {x!r:.80}")
-            x = torch.tensor(list(x), dtype=torch.int64)
-        return _integers(name, x, None, None, "turn").to(torch.int64)
-
-    ids, index = integers("trajectory_ids", trajectory_ids), integers("turn_index", turn_index)
-    _length("turn_index", index, ids.shape[0], "entry of trajectory_ids")
-    if ids.device != index.device:
-        raise ValueError(f"turn_index is on {index.device}, trajectory_ids on {ids.device}: move one")
-    return ids, index
-
-
-def turn_sequence(ids: Tensor, index: Tensor, cu_turns: Tensor) -> None:
-    """Sorted turns must count up by one in each trajectory, from 0 (or from 1 in all of them)."""
-    if not ids.numel():
-        return
-    data = _Data()
-    same = ids[1:] == ids[:-1]
-    step = index.diff()
-    data.none(
-        same & (step == 0),
-        lambda i: f"turn {int(index[i])} of trajectory {int(ids[i])} occurs twice: a copy must not enter the statistics; drop it",
-    )
-    data.none(
-        same & (step > 1),
-        lambda i: f"trajectory {int(ids[i])} has a gap: turn {int(index[i + 1])} follows turn {int(index[i])}; every turn must be there",
-    )
-    first = index[cu_turns[:-1]]
-    base = index.min().clamp(0, 1)
-    data.none(
-        first != base,
-        lambda b: (
-            f"trajectory {int(ids[cu_turns[b]])} begins at turn {int(first[b])}, not {int(base)}: "
-            "turn_index counts from 0 (or from 1 in every trajectory), and its first turns must be there"
-        ),
-    )
-    data.settle()

@@ -1,6 +1,6 @@
-"""Log-probabilities and entropy of action tokens on the support without w+ and w-, and the value readout; both differentiable.
+"""Log-probabilities and entropy of action tokens on the support without w+ and w-, differentiable.
 
-Legend: T rows of the logits or hidden states (packed tokens), N action tokens, M value rows, V vocabulary, H hidden size.
+Legend: T rows of the logits or hidden states (packed tokens), N action tokens, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks
-from .row_pass import Head, HeadGradSum, RowKernel, RowStats, each_chunk, readout_from_hidden, stat_dtype
+from .row_pass import Head, HeadGradSum, RowKernel, RowStats, each_chunk, stat_dtype
 
 
 def token_logprobs(
@@ -126,44 +126,3 @@ class _FromHidden(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             each_chunk(head, job.rows, visit)
         return (*grads.finish(), None)
-
-
-def read_values(
-    *,
-    logits: Tensor | None = None,
-    hidden: Tensor | None = None,
-    lm_head: Tensor | None = None,
-    lm_head_bias: Tensor | None = None,
-    value_token_ids: tuple[int, int],
-    rows: Tensor,
-    r_max: float,
-    tau_v: float = 1.0,
-    readout: str = "linear",
-    check: bool = True,
-) -> Tensor:
-    """r_max * (z[w+] - z[w-]) / tau_v at ``rows`` (method: Turn, boundaries, readout): V at last context tokens, Q at last response tokens.
-
-    Two columns of the LM head are used, not the vocabulary. ``readout="clip"`` clips to [-r_max, r_max], without gradient outside.
-    Differentiable.
-
-    Args: as `fused_loss`; ``rows`` [M] integers.
-
-    Returns:
-        [M] reward units, float32 (float64 for float64 input).
-
-    Raises:
-        ValueError: as `fused_loss`.
-    """
-    checks.read_values(
-        logits=logits, hidden=hidden, lm_head=lm_head, lm_head_bias=lm_head_bias, value_token_ids=value_token_ids, rows=rows, r_max=r_max,
-        tau_v=tau_v, readout=readout, check=check,
-    )  # fmt: skip
-    rows = rows.to(torch.int64)
-    if logits is not None:
-        plus, minus = value_token_ids
-        wide = stat_dtype(logits.dtype)
-        u = (logits[rows, plus].to(wide) - logits[rows, minus].to(wide)) / tau_v
-    else:
-        with torch.autocast(hidden.device.type, enabled=False):
-            u = readout_from_hidden(Head(hidden, lm_head, lm_head_bias), hidden[rows].to(stat_dtype(hidden.dtype)), value_token_ids) / tau_v
-    return r_max * (u.clamp(-1, 1) if readout == "clip" else u)

@@ -5,55 +5,18 @@ Legend: T rows of the logits or hidden states (packed tokens), N action tokens, 
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import backends, checks
+from .loss_terms import LOG_RATIO_LIMIT, LossConfig, Tokens, TokenTerms, ValueRows, ValueTerms, token_terms, value_terms
 from .row_pass import Head, HeadGrads, HeadGradSum, RowKernel, RowStats, add_at, each_chunk, readout_from_hidden, stat_dtype
-
-#: Log-ratios (policy and reference) are clamped to this before exp().
-LOG_RATIO_LIMIT = 20.0
 
 #: Metrics that combine over micro-batches by their largest value. All others are sums over tokens or turns divided by the normaliser
 #: (``num_tokens``, ``num_turns``): with the global normalisers the micro-batches' values add up to the whole batch's.
-METRICS_BY_MAX = frozenset({"log_ratio_max_abs"})
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """Settings of the loss (method: Loss; Settings). A clip of None is off.
-
-    Args:
-        clip_low, clip_high: eps below and above ratio 1.
-        dual_clip: c > 1, the bound c A for A < 0.
-        v_clip, q_clip: how far the readout may move from its old value, in normalised units (value / r_max).
-        v_coef, q_coef, kl_coef, entropy_coef: weights of the terms; kl_coef > 0 needs ``ref_logprobs``.
-        r_max: reward units at readout 1.
-        tau_v: temperature of the readout.
-        readout: "linear" (as it stands) or "clip" (clipped to [-1, 1], no gradient outside).
-        temperature: of the policy; never of the readout.
-    """
-
-    clip_low: float | None = 0.2
-    clip_high: float | None = 0.2
-    dual_clip: float | None = 3.0
-    v_clip: float | None = 0.2
-    q_clip: float | None = 0.2
-    v_coef: float = 0.5
-    q_coef: float = 0.5
-    kl_coef: float = 0.01
-    entropy_coef: float = 0.001
-    r_max: float = 10.0
-    tau_v: float = 1.0
-    readout: str = "linear"
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        checks.loss_config(self)
+MAX_METRICS = frozenset({"log_ratio_max_abs"})
 
 
 class LossOutput(NamedTuple):
@@ -64,28 +27,7 @@ class LossOutput(NamedTuple):
     entropy: Tensor  # [N] nats, detached float32
     v: Tensor  # [M] reward units, detached float32
     q: Tensor  # [M] reward units, detached float32
-    metrics: dict[str, Tensor]  # detached scalars on the device; see METRICS_BY_MAX
-
-
-class _Values(NamedTuple):
-    """One kind of value rows (V or Q) with what the loss needs of them; tensors [M]."""
-
-    name: str
-    rows: Tensor
-    old: Tensor  # normalised units
-    target: Tensor  # normalised units
-    clip: float | None
-    coef: float
-    num_turns: Tensor  # normaliser
-
-
-class _Tokens(NamedTuple):
-    """Per-token inputs of the policy loss, in the statistics' type; tensors [N]."""
-
-    old: Tensor | None
-    advantages: Tensor
-    weights: Tensor | None
-    ref: Tensor | None
+    metrics: dict[str, Tensor]  # detached scalars on the device; see MAX_METRICS
 
 
 def fused_loss(
@@ -109,7 +51,7 @@ def fused_loss(
     token_weights: Tensor | None = None,
     num_tokens: float | Tensor | None = None,
     num_turns: float | Tensor | None = None,
-    config: LossConfig = LossConfig(),
+    config: LossConfig = LossConfig(),  # noqa: B008 (frozen)
     impl: str = "auto",
     inplace: bool = False,
     check: bool = True,
@@ -117,8 +59,8 @@ def fused_loss(
     """L = L_policy + v_coef L_V + q_coef L_Q + kl_coef KL - entropy_coef H (method: Loss).
 
     Give either ``logits`` or ``hidden`` and ``lm_head``. The policy is the softmax without w+ and w-; their columns are never read for it.
-    From hidden states only the action rows are projected, chunk by chunk, and the gradient is made in the forward: three matrix products and
-    never a [T, V] tensor; ``lm_head`` or ``hidden`` that ask no gradient cost none, and under `torch.no_grad` nothing of it is done.
+    From hidden states only the action rows are projected, chunk by chunk, and the gradient is made in the forward: three matrix products
+    and never a [T, V] tensor; ``lm_head`` or ``hidden`` that ask no gradient cost none, and under `torch.no_grad` nothing of it is done.
 
     Args:
         logits: [T, V] bfloat16, float16, float32 or float64, any strides; raw, not divided by the temperature.
@@ -146,8 +88,8 @@ def fused_loss(
     checks.fused_loss(
         logits=logits, hidden=hidden, lm_head=lm_head, lm_head_bias=lm_head_bias, value_token_ids=value_token_ids, action_rows=action_rows,
         actions=actions, old_logprobs=old_logprobs, advantages=advantages, v_rows=v_rows, v_old=v_old, v_targets=v_targets, q_rows=q_rows,
-        q_old=q_old, q_targets=q_targets, ref_logprobs=ref_logprobs, token_weights=token_weights, num_tokens=num_tokens, num_turns=num_turns,
-        config=config, impl=impl, inplace=inplace, check=check,
+        q_old=q_old, q_targets=q_targets, ref_logprobs=ref_logprobs, token_weights=token_weights, num_tokens=num_tokens,
+        num_turns=num_turns, config=config, impl=impl, inplace=inplace, check=check,
     )  # fmt: skip
     source = logits if logits is not None else hidden
     dtype, device = stat_dtype(source.dtype), source.device
@@ -157,7 +99,7 @@ def fused_loss(
         return None if x is None else x.detach().to(dtype)
 
     rows, actions = action_rows.to(torch.int64), actions.to(torch.int64)
-    tokens = _Tokens(column(old_logprobs), column(advantages), column(token_weights), column(ref_logprobs) if config.kl_coef > 0 else None)
+    tokens = Tokens(column(old_logprobs), column(advantages), column(token_weights), column(ref_logprobs) if config.kl_coef > 0 else None)
     values = []
     for name, at, old, target, clip, coef in (
         ("v", v_rows, v_old, v_targets, config.v_clip, config.v_coef),
@@ -167,7 +109,7 @@ def fused_loss(
             at = rows.new_empty(0)
             old = target = tokens.advantages.new_empty(0)
         count = _normalizer(num_turns, at.shape[0], device)
-        values.append(_Values(name, at.to(torch.int64), column(old) / config.r_max, column(target) / config.r_max, clip, coef, count))
+        values.append(ValueRows(name, at.to(torch.int64), column(old) / config.r_max, column(target) / config.r_max, clip, coef, count))
     count = _normalizer(num_tokens, rows.shape[0], device)
     job = _Job(kernel, config, value_token_ids, rows, actions, tokens, values, count, dtype)
     if logits is not None:
@@ -183,8 +125,8 @@ class _Job(NamedTuple):
     value_token_ids: tuple[int, int]
     rows: Tensor
     actions: Tensor
-    tokens: _Tokens
-    values: list[_Values]
+    tokens: Tokens
+    values: list[ValueRows]
     num_tokens: Tensor
     dtype: torch.dtype
 
@@ -196,86 +138,7 @@ def _normalizer(given: float | Tensor | None, count: int, device: torch.device) 
     return torch.tensor(max(count, 1) if given is None else (given or 1), dtype=torch.float64, device=device)
 
 
-# --------------------------------------------------------------------------------------------------------- the loss on [N] and [M]
-
-
-class _TokenTerms(NamedTuple):
-    """Per-token losses and what the row pass needs; tensors [N]. ``a`` and ``b`` before division by the normaliser."""
-
-    policy: Tensor
-    kl: Tensor | None
-    a: Tensor  # dL/dlogp
-    log_ratio: Tensor
-    ratio: Tensor
-    low: Tensor
-    high: Tensor
-    dual: Tensor
-
-
-def _token_terms(logprob: Tensor, tokens: _Tokens, config: LossConfig) -> _TokenTerms:
-    """PPO with asymmetric and dual clip, and k3; a tie takes the unclipped branch, a clip passes gradient at its bounds."""
-    advantage = tokens.advantages
-    raw = torch.zeros_like(logprob) if tokens.old is None else logprob - tokens.old
-    log_ratio = raw.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
-    low = 0.0 if config.clip_low is None else 1 - config.clip_low
-    high = math.inf if config.clip_high is None else 1 + config.clip_high
-    plain = ratio * advantage
-    clipped = ratio.clamp(low, high) * advantage
-    is_clipped = clipped < plain
-    objective = torch.where(is_clipped, clipped, plain)
-    dual = torch.zeros_like(is_clipped)
-    if config.dual_clip is not None:
-        bound = config.dual_clip * advantage
-        dual = (advantage < 0) & (bound > objective)
-        objective = torch.where(dual, bound, objective)
-    a = torch.where(is_clipped | dual | (raw.abs() > LOG_RATIO_LIMIT), 0.0, -plain)
-    policy = -objective
-    if tokens.weights is not None:
-        policy, a = policy * tokens.weights, a * tokens.weights
-    kl = None
-    if tokens.ref is not None:
-        raw_ref = tokens.ref - logprob
-        d = raw_ref.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        rise = torch.expm1(d)
-        kl = rise - d
-        a = a + config.kl_coef * torch.where(raw_ref.abs() > LOG_RATIO_LIMIT, 0.0, -rise)
-    return _TokenTerms(policy, kl, a, raw, ratio, is_clipped & (advantage < 0), is_clipped & (advantage > 0), dual)
-
-
-class _ValueTerms(NamedTuple):
-    """Per-turn losses of one kind of value rows; tensors [M]."""
-
-    u: Tensor  # normalised units, after the readout
-    loss: Tensor
-    c: Tensor  # d(coef * loss) / d(z[w+] - z[w-]), before division by the normaliser
-    clipped: Tensor
-    moved: Tensor
-    saturated: Tensor
-
-
-def _value_terms(difference: Tensor, part: _Values, config: LossConfig) -> _ValueTerms:
-    """1/2 max of the plain and the clipped square (method: Loss). Gradient through the plain one wherever the two are equal."""
-    raw = difference / config.tau_v
-    u = raw.clamp(-1, 1) if config.readout == "clip" else raw
-    error = u - part.target
-    plain = error.square()
-    moved = torch.zeros_like(u, dtype=torch.bool)
-    clipped, square = moved, plain
-    if part.clip is not None:
-        step = u - part.old
-        moved = step.abs() > part.clip
-        limited = (part.old + step.clamp(-part.clip, part.clip) - part.target).square()
-        # Inside the clip old + (u - old) may round away from u: there both branches are the plain one.
-        clipped = moved & (limited > plain)
-        square = torch.where(clipped, limited, plain)
-    slope = torch.where(clipped, 0.0, error)
-    if config.readout == "clip":
-        slope = torch.where(raw.abs() > 1, 0.0, slope)
-    return _ValueTerms(u, 0.5 * square, part.coef * slope / config.tau_v, clipped, moved, raw.abs() >= 1)
-
-
-def _sum_up(job: _Job, terms: _TokenTerms, entropy: Tensor, value_terms: list[_ValueTerms]) -> tuple[Tensor, dict[str, Tensor]]:
+def _sum_up(job: _Job, terms: TokenTerms, entropy: Tensor, value_terms: list[ValueTerms]) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and the metrics. Sums are float64: cutting a batch into parts changes no digit of a float32 result."""
     config = job.config
 
@@ -313,7 +176,7 @@ def _sum_up(job: _Job, terms: _TokenTerms, entropy: Tensor, value_terms: list[_V
     return loss.to(job.dtype), {name: value.to(torch.float32) for name, value in metrics.items()}
 
 
-def _output(job: _Job, loss: Tensor, logprob: Tensor, entropy: Tensor, values: list[_ValueTerms], metrics: dict[str, Tensor]) -> LossOutput:
+def _output(job: _Job, loss: Tensor, logprob: Tensor, entropy: Tensor, values: list[ValueTerms], metrics: dict[str, Tensor]) -> LossOutput:
     v, q = ((x.u * job.config.r_max).to(torch.float32) for x in values)
     return LossOutput(loss, logprob.to(torch.float32), entropy.to(torch.float32), v, q, metrics)
 
@@ -332,11 +195,11 @@ def _from_logits(job: _Job, logits: Tensor, inplace: bool) -> LossOutput:
     plus, minus = job.value_token_ids
     with torch.no_grad():
         stats = job.kernel.stats(logits, job.rows, job.actions, job.value_token_ids, job.config.temperature)
-        terms = _token_terms(stats.logprob, job.tokens, job.config)
+        terms = token_terms(stats.logprob, job.tokens, job.config)
         values = []
         for part in job.values:
             difference = logits[part.rows, plus].to(job.dtype) - logits[part.rows, minus].to(job.dtype)
-            values.append(_value_terms(difference, part, job.config))
+            values.append(value_terms(difference, part, job.config))
         loss, metrics = _sum_up(job, terms, stats.entropy, values)
     if torch.is_grad_enabled() and logits.requires_grad:
         loss = _LogitsGradient.apply(loss, logits, job, stats, terms.a, [x.c for x in values], inplace)
@@ -387,11 +250,11 @@ def _from_hidden(job: _Job, head: Head) -> LossOutput:
         # float16 gradients of a mean over many tokens would fall below the type's smallest numbers: carry them times a power of two.
         scale = torch.exp2(job.num_tokens.log2().round()) if head.hidden.dtype == torch.float16 else torch.ones_like(job.num_tokens)
         grads = HeadGradSum(head, want)
-        parts: list[tuple[RowStats, _TokenTerms]] = []
+        parts: list[tuple[RowStats, TokenTerms]] = []
 
         def visit(part: slice, h: Tensor, z: Tensor) -> None:
             stats = job.kernel.stats(z, None, job.actions[part], job.value_token_ids, job.config.temperature)
-            terms = _token_terms(stats.logprob, _Tokens(*(None if x is None else x[part] for x in job.tokens)), job.config)
+            terms = token_terms(stats.logprob, Tokens(*(None if x is None else x[part] for x in job.tokens)), job.config)
             parts.append((stats, terms))
             if any(want):
                 a = (terms.a * (scale / job.num_tokens)).to(job.dtype)
@@ -404,7 +267,7 @@ def _from_hidden(job: _Job, head: Head) -> LossOutput:
         values = []
         for part in job.values:
             h = head.hidden.index_select(0, part.rows).to(job.dtype)
-            value = _value_terms(readout_from_hidden(head, h, job.value_token_ids), part, job.config)
+            value = value_terms(readout_from_hidden(head, h, job.value_token_ids), part, job.config)
             values.append(value)
             if any(want):
                 grads.add_readout(part.rows, h, (value.c * (scale / part.num_turns)).to(job.dtype), job.value_token_ids)
@@ -415,16 +278,16 @@ def _from_hidden(job: _Job, head: Head) -> LossOutput:
     return _output(job, loss, stats.logprob, stats.entropy, values, metrics)
 
 
-def _join(parts: list[tuple[RowStats, _TokenTerms]], job: _Job) -> tuple[RowStats, _TokenTerms]:
+def _join(parts: list[tuple[RowStats, TokenTerms]], job: _Job) -> tuple[RowStats, TokenTerms]:
     """The chunks' per-token numbers as one; with no action rows, empty ones."""
     if not parts:
         empty = job.tokens.advantages.new_empty(0)
-        return RowStats(empty, empty, empty, empty), _token_terms(empty, job.tokens, job.config)
+        return RowStats(empty, empty, empty, empty), token_terms(empty, job.tokens, job.config)
 
     def cat(xs: tuple[Any, ...]) -> Tensor | None:
         return None if xs[0] is None else torch.cat(xs)
 
-    return RowStats(*map(cat, zip(*(p[0] for p in parts), strict=True))), _TokenTerms(*map(cat, zip(*(p[1] for p in parts), strict=True)))
+    return RowStats(*map(cat, zip(*(p[0] for p in parts), strict=True))), TokenTerms(*map(cat, zip(*(p[1] for p in parts), strict=True)))
 
 
 class _HeadGradient(torch.autograd.Function):

@@ -11,7 +11,8 @@ Numbers are carried relative to the largest allowed logit m of the row: with r =
 
     log q_j = (x_j - m) - log1p(r),      H = log1p(r) + spread,      spread = -sum_j e^(x_j - m) (x_j - m) / (1 + r),
 
-so nothing cancels when one token takes all the mass: log q stays -r and not 0, H is a sum of two terms >= 0, and log q_j + H = (x_j - m) + spread.
+so nothing cancels when one token takes all the mass: log q stays -r and not 0, H is a sum of two terms >= 0, and
+log q_j + H = (x_j - m) + spread.
 
 Legend: n rows of a block, N action rows in all, T rows of the logits or hidden states, V vocabulary, H hidden size.
 """

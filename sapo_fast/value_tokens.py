@@ -1,6 +1,7 @@
-"""The two reserved vocabulary entries w+ and w-: choose them, check them, ban them from the policy (method: Turn, boundaries, readout).
+"""The two reserved vocabulary entries w+ and w-: choose them, check them, read the value from them, ban them from
+the policy (method: Turn, boundaries, readout).
 
-Legend: V rows of the LM head, H hidden size.
+Legend: T rows of the logits or hidden states, M value rows, V rows of the LM head (vocabulary), H hidden size.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .row_pass import Head, readout_from_hidden, stat_dtype
 
 # Names tokenizers give to entries kept for later: <|reserved_special_token_7|>, <unused12>, <extra_id_3>, [unused5], <|placeholder1|>.
 _RESERVED = re.compile(r"reserved|unused|extra_id|placeholder|dummy", re.IGNORECASE)
@@ -43,8 +45,8 @@ def choose_value_tokens(tokenizer: Any, lm_head: Tensor, *, seen_ids: Iterable[i
         candidates = sorted(i for text, i in vocab.items() if _RESERVED.search(text) and i < rows and i not in named and i not in seen)
     if len(candidates) < 2:
         raise ValueError(
-            f"no two spare ids for the value tokens: the tokenizer has {known} entries, the LM head {rows} rows, and no reserved entries that do "
-            "not occur; enlarge the embedding by two rows (model.resize_token_embeddings) or name two ids that never occur"
+            f"no two spare ids for the value tokens: the tokenizer has {known} entries, the LM head {rows} rows, and no reserved entries "
+            "that do not occur; enlarge the embedding by two rows (model.resize_token_embeddings) or name two ids that never occur"
         )
     candidates = candidates[:_MOST_CANDIDATES]
     picked = lm_head.detach()[torch.tensor(candidates, device=lm_head.device)].double()
@@ -75,23 +77,23 @@ def check_value_tokens(value_token_ids: tuple[int, int], *, tokenizer: Any, voca
         token_ids: ids of the texts at hand (prompts, demonstrations, responses), in which neither may occur.
 
     Raises:
-        ValueError: equal or outside [0, V); the tokenizer's end, padding, beginning or unknown token; a text the tokenizer splits, so that the
-            id could never be told from its pieces; an id that occurs in ``token_ids``.
+        ValueError: equal or outside [0, V); the tokenizer's end, padding, beginning or unknown token; a text the tokenizer splits, so that
+            the id could never be told from its pieces; an id that occurs in ``token_ids``.
     """
     pair = checks.value_token_pair(value_token_ids, vocab_size)
     named, occurring = _named_ids(tokenizer), set(token_ids)
     for name, token in zip(("w_plus", "w_minus"), pair, strict=True):
         if token in named:
-            raise ValueError(f"value_token_ids: {name} = {token} is a token with a job (end, padding, beginning, unknown); choose a spare one")
+            raise ValueError(f"value_token_ids: {name} = {token} is the end, padding, beginning or unknown token; choose a spare one")
         if token in occurring:
-            raise ValueError(f"value_token_ids: {name} = {token} occurs in the text; choose an id that is never in the input and never sampled")
+            raise ValueError(f"value_token_ids: {name} = {token} occurs in the text; choose an id that never occurs")
         if token < len(tokenizer):
             text = tokenizer.convert_ids_to_tokens(token)
             pieces = list(tokenizer.encode(text, add_special_tokens=False))
             if pieces != [token]:
                 raise ValueError(
-                    f"value_token_ids: {name} = {token} is {text!r}, which the tokenizer reads as {pieces}; choose a reserved entry or a row "
-                    f"beyond the tokenizer ({len(tokenizer)} to {vocab_size - 1})"
+                    f"value_token_ids: {name} = {token} is {text!r}, which the tokenizer reads as {pieces}; choose a reserved "
+                    f"entry or a row beyond the tokenizer ({len(tokenizer)} to {vocab_size - 1})"
                 )
 
 
@@ -122,3 +124,44 @@ def ban_in_generation_config(generation_config: Any, value_token_ids: tuple[int,
     """Add both ids to ``suppress_tokens`` of a Hugging Face generation config, in place; the exported model then never samples them."""
     present = list(getattr(generation_config, "suppress_tokens", None) or [])
     generation_config.suppress_tokens = present + [token for token in value_token_ids if token not in present]
+
+
+def read_values(
+    *,
+    logits: Tensor | None = None,
+    hidden: Tensor | None = None,
+    lm_head: Tensor | None = None,
+    lm_head_bias: Tensor | None = None,
+    value_token_ids: tuple[int, int],
+    rows: Tensor,
+    r_max: float,
+    tau_v: float = 1.0,
+    readout: str = "linear",
+    check: bool = True,
+) -> Tensor:
+    """r_max * (z[w+] - z[w-]) / tau_v at ``rows`` (method: Turn, boundaries, readout): V at last context tokens, Q at last response tokens.
+
+    Two columns of the LM head are used, not the vocabulary. ``readout="clip"`` clips to [-r_max, r_max], without gradient outside.
+    Differentiable.
+
+    Args: as `fused_loss`; ``rows`` [M] integers.
+
+    Returns:
+        [M] reward units, float32 (float64 for float64 input).
+
+    Raises:
+        ValueError: as `fused_loss`.
+    """
+    checks.read_values(
+        logits=logits, hidden=hidden, lm_head=lm_head, lm_head_bias=lm_head_bias, value_token_ids=value_token_ids, rows=rows, r_max=r_max,
+        tau_v=tau_v, readout=readout, check=check,
+    )  # fmt: skip
+    rows = rows.to(torch.int64)
+    if logits is not None:
+        plus, minus = value_token_ids
+        wide = stat_dtype(logits.dtype)
+        u = (logits[rows, plus].to(wide) - logits[rows, minus].to(wide)) / tau_v
+    else:
+        with torch.autocast(hidden.device.type, enabled=False):
+            u = readout_from_hidden(Head(hidden, lm_head, lm_head_bias), hidden[rows].to(stat_dtype(hidden.dtype)), value_token_ids) / tau_v
+    return r_max * (u.clamp(-1, 1) if readout == "clip" else u)
