@@ -190,8 +190,8 @@ def normalize_advantages(
         min_std: reward units.
         valid: [T] flags; turns where it is 0 (copies made to fill a batch) stay out of the statistics, may hold anything, and get 0.
         process_group: a torch.distributed group whose ranks hold parts of one batch (`torch.distributed.group.WORLD` for all). Counts,
-            means and squared deviations are merged exactly, in rank order, so every rank uses the same numbers. Every rank must call, also with
-            no turns. None: this process alone.
+            means and squared deviations are merged exactly, in rank order, so every rank uses the same numbers. Every rank must call, also
+            with no turns. None: this process alone.
 
     Returns:
         [T], float32 (float64 for float64 input).

@@ -202,8 +202,13 @@ def _from_logits(job: _Job, logits: Tensor, inplace: bool) -> LossOutput:
             values.append(value_terms(difference, part, job.config))
         loss, metrics = _sum_up(job, terms, stats.entropy, values)
     if torch.is_grad_enabled() and logits.requires_grad:
-        loss = _LogitsGradient.apply(loss, logits, job, stats, terms.a, [x.c for x in values], inplace)
+        loss = _LogitsGradient.apply(loss, logits, job, stats, terms.a, [x.c for x in values], inplace and not _overlaps(logits))
     return _output(job, loss, stats.logprob, stats.entropy, values, metrics)
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Do entries share memory (expanded)? Then it cannot hold a gradient."""
+    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
 
 
 class _LogitsGradient(torch.autograd.Function):
