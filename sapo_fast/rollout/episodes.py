@@ -62,9 +62,10 @@ class _Live:
 class EpisodeRunner:
     """Plays tasks of one suite with one engine.
 
-    sampling: how every response is sampled; its stop_ids are normally ``builder.end_ids``. max_turns: an episode that reaches it is "truncated", unless
-    its last turn terminated it. reward_scale: multiplies every reward. max_live: episodes at once; as they end, waiting tasks take their places.
-    Environments are made on demand and reused by reset; one that raised is closed and replaced. ``stats`` describes the last ``run``.
+    sampling: how every response is sampled; its stop_ids are normally ``builder.end_ids``. max_turns: an episode that reaches it
+    is "truncated", unless its last turn terminated it. reward_scale: multiplies every reward. max_live: episodes at once; as they
+    end, waiting tasks take their places. Environments are made on demand and reused by reset; one that raised is closed and
+    replaced. ``stats`` describes the last ``run``.
     """
 
     def __init__(
@@ -91,8 +92,8 @@ class EpisodeRunner:
     def run(self, tasks: Sequence[tuple[str, int, int]], progress: str | None = None) -> list[Trajectory]:
         """Play one episode for each (task id, seed, group) and return the trajectories in that order.
 
-        ``progress``: the label of a progress bar; None: no bar. A trajectory is a function of weights, task and seed (up to the engine's rounding).
-        ValueError: a reward that is not finite, named with its trajectory and turn.
+        ``progress``: the label of a progress bar; None: no bar. A trajectory is a function of weights, task and seed (up to the
+        engine's rounding). ValueError: a reward that is not finite, named with its trajectory and turn.
         """
         from tqdm import tqdm
 
@@ -115,8 +116,10 @@ class EpisodeRunner:
                 finished |= {episode.index: episode.trajectory for episode in over}
                 live = [episode for episode in live if episode.index not in finished]
                 bar.update(len(finished) - bar.n)
+        except BaseException:  # an interruption too: nothing half played is kept
+            self._abandon(live)
+            raise
         finally:
-            self.engine.release([episode.key for episode in live])  # after an interruption
             bar.close()
         trajectories = [finished[i] for i in range(len(tasks))]
         stats.reused_tokens = getattr(getattr(self.engine, "stats", None), "cached_tokens", 0) - engine_before
@@ -126,6 +129,19 @@ class EpisodeRunner:
         if stats.crashed:
             log.warning("%d of %d episodes crashed", stats.crashed, stats.episodes)
         return trajectories
+
+    def _abandon(self, live: list[_Live]) -> None:
+        self.engine.release([episode.key for episode in live])
+        for episode in live:
+            if not any(episode.env is env for env in self._idle):
+                self._close(episode.env)
+
+    @staticmethod
+    def _close(env: TextEnv) -> None:
+        try:
+            env.close()
+        except Exception as error:  # a broken environment may not even close
+            log.debug("closing an environment failed: %s", error)
 
     def close(self) -> None:
         """Close the idle environments."""
@@ -175,7 +191,9 @@ class EpisodeRunner:
         trajectory, stats, b = episode.trajectory, self.stats, self.builder
         began = time.perf_counter()
         ids = completion.token_ids
-        text = self.tokenizer.decode(ids[:-1] if ids[-1] in b.end_ids else ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(
+            ids[:-1] if ids[-1] in b.end_ids else ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         parsed = b.parse(text, episode.info.get("admissible_commands"))
         turn = Turn(
             prompt_ids=episode.prompt_ids,
@@ -230,8 +248,8 @@ class EpisodeRunner:
     def _judged_by_environment(trajectory: Trajectory, info: dict[str, Any]) -> bool:
         if "invalid" not in info:
             raise ValueError(
-                f"task {trajectory.task_id}: invalid_rule='admissible' needs info['admissible_commands'] or info['invalid'] from the environment, "
-                "which gives neither; use invalid_rule='format'"
+                f"task {trajectory.task_id}: invalid_rule='admissible' needs info['admissible_commands'] or info['invalid'] from the "
+                "environment, which gives neither; use invalid_rule='format'"
             )
         return bool(info["invalid"])
 
@@ -247,7 +265,4 @@ class EpisodeRunner:
         where = f"turn {len(trajectory.turns)}" if trajectory.turns else "reset"
         log.warning("task %s (seed %d) crashed at %s: %s", trajectory.task_id, trajectory.seed, where, trajectory.error)
         log.debug("traceback of the crash", exc_info=error)
-        try:
-            env.close()
-        except Exception as close_error:  # a broken environment may not even close
-            log.debug("closing the crashed environment failed: %s", close_error)
+        self._close(env)

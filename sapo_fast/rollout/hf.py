@@ -1,7 +1,7 @@
 """Generation with a Hugging Face model in this process: own batched loop, key-value cache kept between turns, exact log-probs.
 
-Every live episode owns a slot of the cache, so a turn costs its new tokens only; the tokens of all episodes go through the model in one packed
-sequence without padding, and a response that ends leaves the batch at once.
+Every live episode owns a slot of the cache, so a turn costs its new tokens only; the tokens of all episodes go through the model
+in one packed sequence without padding, and a response that ends leaves the batch at once.
 
 Legend: n requests, N new tokens, H hidden, V vocabulary.
 """
@@ -41,13 +41,14 @@ class EngineStats:
 class HFEngine:
     """A generation engine (see ``rollout.engine``) over a transformers causal LM, on the model's own device and in its dtype.
 
-    model: a causal LM that ``models.packed`` can run; its parameters are read at every call, so training it in place needs no copying: call
-    ``weights_changed()`` afterwards. value_token_ids: (w+, w-), never sampled and outside every log-prob. max_context_tokens: prompt + response never
-    exceed it. max_batch: requests in flight at once; more are taken in turns. max_slots: episodes whose cache is kept (default: max_batch); beyond
-    that the longest unused makes room.
+    model: a causal LM that ``models.packed`` can run; its parameters are read at every call, so training it in place needs no
+    copying: call ``weights_changed()`` afterwards. value_token_ids: (w+, w-), never sampled and outside every log-prob.
+    max_context_tokens: prompt + response never exceed it. max_batch: requests in flight at once; more are taken in turns.
+    max_slots: episodes whose cache is kept (default: max_batch); beyond that the longest unused makes room.
 
-    A response is a function of weights, prompt, seed and sampling alone, whatever shares the batch, up to floating-point rounding: matrix products
-    round differently for other batch sizes, which moves a token only where the drawn number falls within about 1e-6 of a boundary between two ids.
+    A response is a function of weights, prompt, seed and sampling alone, whatever shares the batch, up to floating-point
+    rounding: matrix products round differently for other batch sizes, which moves a token only where the drawn number falls
+    within about 1e-6 of a boundary between two ids.
     """
 
     def __init__(
@@ -59,13 +60,15 @@ class HFEngine:
         max_batch: int = 256,
         max_slots: int | None = None,
     ) -> None:
-        for name, number in (("max_context_tokens", max_context_tokens), ("max_batch", max_batch)):
-            if number < (2 if name == "max_context_tokens" else 1):
-                raise ValueError(f"{name} is too small: {number}")
+        if max_context_tokens < 2 or max_batch < 1:
+            raise ValueError(
+                "max_context_tokens must be at least 2 (a prompt and a response) and max_batch at least 1; "
+                f"got {max_context_tokens} and {max_batch}"
+            )
         weight, _ = lm_head_of(model)
         plus, minus = value_token_ids
         if plus == minus or not all(0 <= i < weight.shape[0] for i in (plus, minus)):
-            raise ValueError(f"value_token_ids must be two different ids in [0, {weight.shape[0]}), the rows of the LM head; got {value_token_ids}")
+            raise ValueError(f"value_token_ids must be two different rows of the LM head, [0, {weight.shape[0]}); got {value_token_ids}")
         slots = max_batch if max_slots is None else max_slots
         if slots < max_batch:
             raise ValueError(f"max_slots must be at least max_batch = {max_batch}: every request in flight needs a slot; got {max_slots}")
@@ -83,8 +86,8 @@ class HFEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Responses in the order of the requests; log-probs at the sampling temperature (greedy: at temperature 1) without w+ and w-.
 
-        ValueError: a prompt that is empty, fills the context or holds w+, w- or unknown ids; two requests with one key; sampling out of range.
-        FloatingPointError: the model's logits are not finite.
+        ValueError: a prompt that is empty, fills the context or holds w+, w- or unknown ids; two requests with one key; sampling
+        out of range. FloatingPointError: the model's logits are not finite.
         """
         prompts = self._check(requests, sampling)
         decoder, training = prepare(self._model), self._model.training
@@ -129,7 +132,7 @@ class HFEngine:
             if every.min() < 0 or every.max() >= vocabulary:
                 raise ValueError(f"prompt ids must be in [0, {vocabulary}), the model's vocabulary; got {every.min()}..{every.max()}")
             if ((every == self._banned[0]) | (every == self._banned[1])).any():
-                raise ValueError(f"a prompt holds a value token {self._banned}; they never occur in text: choose ids that the tokenizer never makes")
+                raise ValueError(f"a prompt holds a value token {self._banned}; choose ids that the tokenizer never makes of a text")
         return prompts
 
     def _batch(self, decoder: nn.Module, requests: Sequence[Request], prompts: list[np.ndarray], sampling: Sampling) -> list[Completion]:
@@ -167,11 +170,11 @@ class HFEngine:
             hidden = run_decoder(decoder, ids[None], positions[None], layout)[0]
 
         if not np.isfinite(logprobs).all():
+            self._arena.discard()
             bad = requests[int(np.flatnonzero(~np.isfinite(logprobs).all(1))[0])].key
             raise FloatingPointError(f"request {bad}: the model's logits are not finite; its weights have diverged")
         done = []
-        for i, request in enumerate(requests):
-            count = int(counts[i])
+        for i, count in enumerate(counts.tolist()):
             self._arena.hold(int(slots[i]), len(prompts[i]), tokens[i, : count - 1])  # the last token has not been run
             response = tokens[i, :count].tolist()
             reason = "stop" if response[-1] in sampling.stop_ids else "length"
@@ -216,9 +219,7 @@ class HFEngine:
         self._arena.copy_prefix(int(slots[donor]), slots[targets], shared)
         starts[lacking] = shared
 
-    def _run(
-        self, decoder: nn.Module, prompts: list[np.ndarray], slots: np.ndarray, starts: np.ndarray, counts: np.ndarray
-    ) -> Tensor:
+    def _run(self, decoder: nn.Module, prompts: list[np.ndarray], slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> Tensor:
         """Run counts[i] tokens of each prompt from starts[i] on: hidden states of the last ones, [n, H]."""
         weight, _ = lm_head_of(self._model)
         self._arena.lengths[slots] = starts  # an interruption must not leave a slot that claims what is being overwritten

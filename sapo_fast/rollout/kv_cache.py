@@ -1,9 +1,11 @@
 """The keys and values of live episodes, kept between turns: a slot for each episode, every token at its own position.
 
-No padding and no holes: token p of an episode lies at position p of its slot, so the next turn computes only what is new, and a prompt that diverges
-from what the slot holds overwrites from there on. What lies beyond a row's length is stale but finite, and masked.
+No padding and no holes: token p of an episode lies at position p of its slot, so the next turn computes only what is new, and a
+prompt that diverges from what the slot holds overwrites from there on. What lies beyond a row's length is stale but finite, and
+masked.
 
-Legend: S slots, C capacity of a slot in tokens, N new tokens of one forward (rows one after the other), n rows, s new tokens of a row, D head dim.
+Legend: S slots, C capacity of a slot in tokens, N new tokens of one forward (rows one after the other), n rows, s new tokens of a
+row, D head dim.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class KVArena:
         self._free: list[int] = []
 
     def acquire(self, keys: Sequence[int]) -> np.ndarray:
-        """The slots of ``keys`` (at most ``max_slots``, all different), [n]. New keys get empty slots, at the cost of the longest unused."""
+        """The slots of ``keys`` (at most ``max_slots``, all different), [n]. New keys get empty slots; the longest unused make room."""
         for key in keys:
             if key in self._slot_of:
                 self._slot_of.move_to_end(key)
@@ -57,19 +59,21 @@ class KVArena:
                 heapq.heappush(self._free, slot)
 
     def clear(self) -> None:
-        """Forget everything, and keep the memory. Zeroed: values that went NaN under broken weights must not outlive them behind a mask."""
+        """Forget every episode, and keep the memory."""
         self.release(list(self._slot_of))
-        for pair in self.layers.values():
-            for tensor in pair:
-                tensor.zero_()
+
+    def discard(self) -> None:
+        """Forget everything, memory included: a NaN must not stay behind a mask (0 x NaN is NaN)."""
+        self.clear()
+        self.layers.clear()
 
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens a slot."""
         if tokens > self.capacity:
-            grown = max(64, self.capacity)
+            grown = max(64, self.capacity)  # always a multiple of 8, so that a group's keys can be rounded up to one
             while grown < tokens:
                 grown *= 2
-            self._resize(self.slots, max(tokens, min(grown, -(-self.max_tokens // 8) * 8)))
+            self._resize(self.slots, min(grown, -(-self.max_tokens // 8) * 8))
 
     def _resize(self, slots: int, capacity: int) -> None:
         held = np.zeros((slots, capacity), dtype=np.int64)
@@ -118,7 +122,9 @@ class KVArena:
 class _Group:
     """Rows of similar length that attend in one call."""
 
-    def __init__(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, first_token: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, first_token: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.rows, self.new = len(slots), int(counts.max())
         self.tokens = slice(first_token, first_token + int(counts.sum()))
         self.keys = -(-int((starts + counts).max()) // 8) * 8  # a multiple of 8 suits vector units and CUDA's mask alignment
@@ -144,10 +150,10 @@ class _Group:
         if not self.causal:
             positions = torch.from_numpy(starts[:, None] + np.arange(self.new)).to(device)
             hidden = torch.arange(self.keys, device=device) > positions[:, :, None]
-            self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)[:, None]  # [rows, 1, new, keys]
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+            self.mask = mask[:, None]  # [rows, 1, new, keys]
             if self.spread is not None:
-                mask = self.mask.new_zeros(high - low, *self.mask.shape[1:])
-                self.mask = mask.index_copy_(0, self.spread, self.mask)
+                self.mask = mask.new_zeros(high - low, 1, self.new, self.keys).index_copy_(0, self.spread, self.mask)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
         """query [tokens of the group, heads, D] against the arena's keys, values [S, kv_heads, C, D] -> [tokens of the group, heads, D]."""
@@ -164,9 +170,12 @@ class _Group:
         else:
             keys, values = (x[self.span, :, :used] for x in (keys, values))
         if self.mask is None:
-            out = F.scaled_dot_product_attention(query.transpose(1, 2), keys, values, is_causal=True, scale=scale, enable_gqa=heads != kv_heads)
+            out = F.scaled_dot_product_attention(
+                query.transpose(1, 2), keys, values, is_causal=True, scale=scale, enable_gqa=heads != kv_heads
+            )
         else:
-            # The query heads that share a key-value head become further queries of it: nothing is repeated, and CUDA keeps its fast kernels.
+            # The query heads that share a key-value head become further queries of it: nothing is repeated, and CUDA keeps its
+            # fast kernels.
             shared = heads // kv_heads
             query = query.view(rows, self.new, kv_heads, shared, -1).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, shared * self.new, -1)
             mask = self.mask if shared == 1 or self.new == 1 else self.mask.repeat(1, 1, shared, 1)
@@ -182,8 +191,8 @@ class _Group:
 class ArenaLayout:
     """One forward of new tokens: they are written to their slots, then attend to what their slot holds up to themselves.
 
-    slots, starts, counts [n] int64: row i brings counts[i] new tokens at positions starts[i], starts[i] + 1, ... of slot slots[i]; rows lie one after
-    the other in the forward's single sequence. Rows sorted by count make tight groups.
+    slots, starts, counts [n] int64: row i brings counts[i] new tokens at positions starts[i], starts[i] + 1, ... of slot
+    slots[i]; rows lie one after the other in the forward's single sequence. Rows sorted by count make tight groups.
     """
 
     def __init__(self, arena: KVArena, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, dtype: torch.dtype, device: torch.device):
@@ -196,12 +205,13 @@ class ArenaLayout:
         self._device = device
         self._destinations: dict[int, Tensor] = {}
         self._groups = []
+        limit = _MASK_ELEMENTS if starts.any() else np.inf  # rows that start at 0 need no mask
         row = 0
         while row < len(slots):
-            stop, longest = row + 1, int(starts[row] + counts[row])
+            stop, most, longest = row + 1, int(counts[row]), int(starts[row] + counts[row])
             while stop < len(slots) and counts[row] - 8 <= counts[stop] <= counts[row] * 1.25 + 8:
-                longest = max(longest, int(starts[stop] + counts[stop]))
-                if (stop + 1 - row) * int(counts[row : stop + 1].max()) * longest > _MASK_ELEMENTS:
+                most, longest = max(most, int(counts[stop])), max(longest, int(starts[stop] + counts[stop]))
+                if (stop + 1 - row) * most * longest > limit:
                     break
                 stop += 1
             part = slice(row, stop)

@@ -1,8 +1,9 @@
 """From observations to prompt ids, and from response text to commands.
 
-Two histories. ``full``: one growing conversation; a turn's prompt is the previous prompt, the response ids exactly as sampled, and the tokens of what
-is new, so every token of an episode is computed once. ``window``: a fresh single user message a turn that restates the task and quotes the last few
-(observation, action) pairs, as in the papers (method: Settings, history). Nothing that was sampled is ever tokenised again.
+Two histories. ``full``: one growing conversation; a turn's prompt is the previous prompt, the response ids exactly as sampled,
+and the tokens of what is new, so every token of an episode is computed once. ``window``: a fresh single user message a turn that
+restates the task and quotes the last few (observation, action) pairs, as in the papers (method: Settings, history). Nothing that
+was sampled is ever tokenised again.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SYSTEM, _USERS, _ASSISTANTS = "sapofastsystem", ("sapofastuserone", "sapofastusertwo", "sapofastuserthree"), ("sapofastreplyone", "sapofastreplytwo")
+# Stand-ins for messages, to see what a template puts around them.
+_SYSTEM = "sapofastsystem"
+_USERS = ("sapofastuserone", "sapofastusertwo", "sapofastuserthree")
+_ASSISTANTS = ("sapofastreplyone", "sapofastreplytwo")
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
 _FALLBACK = 30  # characters of a response without tags that are sent to the environment, as verl-agent does
 
 
 @dataclass(frozen=True)
 class ParsedAction:
-    """What a response says. ``command`` goes to the environment in any case; ``valid``: it kept the format (and the admissible rule, if on)."""
+    """What a response says. ``command`` goes to the environment in any case; ``valid``: the format (and the admissible rule) was kept."""
 
     command: str
     valid: bool
@@ -31,11 +35,11 @@ class ParsedAction:
 class PromptBuilder:
     """Prompts and parsing for one tokenizer and one family of tasks.
 
-    tokenizer: with a chat template. system_prompt: what the model is told once (``full``: a system message where the template has one, else the
-    head of the first user message; ``window``: the head of every user message). think: the response must reason in <think></think>. action_tags: the
-    command stands in <action></action>; otherwise the whole response (after </think>) is the command. admissible: list
-    ``info["admissible_commands"]``. invalid_rule: "format", or "admissible": a command outside that list is invalid too.
-    chat_template_kwargs: extra variables of the template (such as enable_thinking).
+    tokenizer: with a chat template. system_prompt: what the model is told once (``full``: a system message where the template has
+    one, else the head of the first user message; ``window``: the head of every user message). think: the response must reason in
+    <think></think>. action_tags: the command stands in <action></action>; otherwise the whole response (after </think>) is the
+    command. admissible: list ``info["admissible_commands"]``. invalid_rule: "format", or "admissible": a command outside that
+    list is invalid too. chat_template_kwargs: extra variables of the template (such as enable_thinking).
 
     ``end_ids``: ids that end a turn: the template's end-of-turn token and the tokenizer's eos.
 
@@ -89,9 +93,10 @@ class PromptBuilder:
     def parse(self, response: str, admissible: Sequence[str] | None = None) -> ParsedAction:
         """The command of a response text (end-of-turn token taken off): lower case, without outer white space.
 
-        With action_tags: the text of the first <action></action>; without such a pair, or with an empty one, the response is invalid and its last
-        30 characters are the command, as in verl-agent. With think: <think> (unless the prompt opened it) and </think> must both occur. Without tags
-        the whole text is the command, and only an empty one is invalid. ``admissible`` counts under invalid_rule="admissible" alone.
+        With action_tags: the text of the first <action></action>; without such a pair, or with an empty one, the response is
+        invalid and its last 30 characters are the command, as in verl-agent. With think: <think> (unless the prompt opened it)
+        and </think> must both occur. Without tags the whole text is the command, and only an empty one is invalid. ``admissible``
+        counts under invalid_rule="admissible" alone.
         """
         valid, body = True, response
         if self.think:
@@ -176,8 +181,9 @@ class PromptBuilder:
         consistent = two.startswith(one + a1) and after == self._after and three == two + a2 + self._between + u3 + self._after
         if not consistent:
             raise ValueError(
-                "history='full' needs a chat template that only appends, but this one changes earlier messages as the conversation grows (or opens "
-                "the reply with text it later leaves out, as templates with a thinking switch do); use history='window', or a template that appends"
+                "history='full' needs a chat template that only appends, but this one changes earlier messages as the conversation "
+                "grows (or opens the reply with text it later leaves out, as templates with a thinking switch do); use "
+                "history='window', or a template that appends"
             )
 
 
@@ -192,19 +198,18 @@ class History:
         self._observation: str | None = None  # of the turn in progress
 
     def prompt(self, observation: str, info: Mapping[str, Any]) -> list[int]:
-        """Prompt ids for what the environment just said (a new list). ``info``: the environment's, with ``task`` and ``admissible_commands``."""
+        """Prompt ids for what the environment just said (a new list). ``info``: its ``task`` and ``admissible_commands``."""
         if self._observation is not None:
             raise ValueError("prompt() was called twice; respond() must come between")
         b, first = self._builder, not self._past
         self._observation = b.defuse(observation)
         self.shown = self._windowed(info) if b.history == "window" else self._next_message(info)
-        if b.history == "window":
-            self._ids = b.encode(b._before + self.shown + b._after)
-        elif first:
+        if first or b.history == "window":
             self._ids = b.encode(b._before + self.shown + b._after)
         else:
             new = b.encode(b._between + self.shown + b._after)
-            # A response that was cut lacks its end-of-turn token: the template's own is appended as context. One that has its own needs no second.
+            # A response that was cut lacks its end-of-turn token: the template's own is appended as context. One that has its own
+            # needs no second.
             ended = self._ids[-1] in b.end_ids and new[0] in b.end_ids
             self._ids = self._ids + (new[1:] if ended else new)
         return self._ids

@@ -39,10 +39,11 @@ def derive_seed(seed: int, index: int) -> int:
 def draw(logits: Tensor, banned: Tensor, uniform: np.ndarray, temperature: float) -> tuple[Tensor, Tensor]:
     """One token a row: (ids [n] int64, log-probs [n] float32).
 
-    logits [n, V] are the model's own; ``banned`` holds the ids that leave the support (w+ and w-), whatever their logits. uniform [n] float64 in
-    [0, 1): row i takes the first id whose cumulative probability (float64) exceeds uniform[i], so an id of probability 0 is never taken. The
-    log-prob is exact, in float32, at ``temperature``. Temperature 0 takes the largest logit, and its log-prob is that at temperature 1. A row
-    whose logits are NaN, +inf or all -inf has log-prob NaN and an id within range: the caller must look.
+    logits [n, V] are the model's own; ``banned`` holds the ids that leave the support (w+ and w-), whatever their logits. uniform
+    [n] float64 in [0, 1): row i takes the first id whose cumulative probability (float64) exceeds uniform[i], so an id of
+    probability 0 is never taken. The log-prob is exact, in float32, at ``temperature``. Temperature 0 takes the largest logit,
+    and its log-prob is that at temperature 1. A row whose logits are NaN, +inf or all -inf has log-prob NaN and an id within
+    range: the caller must look.
     """
     block = max(1, _FLOAT64_ELEMENTS // logits.shape[1])
     if logits.shape[0] > block:
@@ -55,7 +56,7 @@ def draw(logits: Tensor, banned: Tensor, uniform: np.ndarray, temperature: float
     else:
         logprobs = (scores / temperature).log_softmax(1)
         cumulative = logprobs.double().exp_().cumsum(1)
-        total = cumulative[:, -1:]
+        total = cumulative[:, -1:].contiguous()
         target = torch.from_numpy(uniform).to(total.device)[:, None] * total
         # u * total may round up to total: the first id that reaches the total is the last one with a probability.
         ids = torch.minimum(torch.searchsorted(cumulative, target, right=True), torch.searchsorted(cumulative, total))

@@ -10,8 +10,9 @@ from sapo_fast.rollout.engine import Completion, Request, Sampling
 class ScriptedEngine:
     """Plays ``script``: a list of responses (token ids), played in order by every episode, or a function (request, turn) -> token ids.
 
-    ``turn`` counts the requests of a key from 0. ``logprobs``: a function (request, turn) -> one number a token; None: zeros. Responses are cut at
-    ``max_new_tokens``. ``requests`` keeps every request seen. ValueError when an episode outlives a list, or a response is empty.
+    ``turn`` counts the requests of a key from 0. ``logprobs``: a function (request, turn) -> one number a token; None: zeros.
+    Responses are cut at ``max_new_tokens``. ``requests`` keeps every request seen. ValueError when an episode outlives a list, or
+    a response is empty.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class ScriptedEngine:
         elif turn < len(self._script):
             ids = list(self._script[turn])
         else:
-            raise ValueError(f"the script has {len(self._script)} responses, but episode {request.key} is at turn {turn + 1}; make it longer")
+            raise ValueError(
+                f"the script has {len(self._script)} responses, but episode {request.key} is at turn {turn + 1}; make it longer"
+            )
         if not ids:
             raise ValueError(f"the response of turn {turn + 1} is empty; a response has at least one token")
         ids = ids[: min(sampling.max_new_tokens, self.max_context_tokens - len(request.prompt_ids))]
