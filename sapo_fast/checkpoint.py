@@ -92,10 +92,18 @@ def load(path: str | Path) -> Checkpoint:
     """Read one checkpoint directory after verifying every file against the manifest. CheckpointError (a ValueError) names the bad file."""
     path = Path(path)
     manifest = _verify(path)
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    tensors = {name.removesuffix(".safetensors"): load_file(path / name) for name in manifest["files"] if name.endswith(".safetensors")}
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    tensors, state = {}, {}
+    for name in manifest["files"]:
+        try:
+            if name.endswith(".safetensors"):
+                tensors[name.removesuffix(".safetensors")] = load_file(path / name)
+            elif name == "state.json":
+                state = json.loads((path / name).read_text(encoding="utf-8"))
+        except (SafetensorError, ValueError) as error:
+            raise CheckpointError(f"{path / name} is not what its name says ({error})") from None
     return Checkpoint(tensors, state, manifest["iteration"])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,8 +119,10 @@ def _check_writable(folder: Path) -> None:
         existing = existing.parent
     if not existing.is_dir():
         raise ValueError(f"output_dir must be a directory, but {existing} is a file; set another output_dir")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"output_dir must be writable, but {existing} is not; set another output_dir")
+    try:  # the permission bits tell root nothing, and a full or read-only file system has them set
+        os.rmdir(tempfile.mkdtemp(prefix=".tmp-", dir=existing))
+    except OSError as error:
+        raise ValueError(f"output_dir must be writable, but in {existing} it is not ({error.strerror}); set another output_dir") from None
 
 
 def _check_same_run(saved: Config, config: Config, folder: Path) -> None:
