@@ -1,0 +1,53 @@
+# make demo   from nothing to a trained agent and its plots        make test   tests and lint
+# make lint   ruff                                                make wheel  dist/*.whl
+# make clean  what was built (the virtual environment and runs/ stay)
+#
+# The environment is made in VENV, once. Another torch: make demo TORCH="torch==2.11.0"; one that the machine has already:
+# make demo PYTHON=/path/to/python VENV_FLAGS=--system-site-packages TORCH=
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_FLAGS ?=
+TORCH ?= torch==2.13.0
+CONFIG ?= configs/demo.yaml
+RUN ?= runs/demo
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+READY := $(VENV)/.sapo_fast
+NATIVE := $(wildcard CMakeLists.txt csrc/*.h csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
+
+.PHONY: demo test lint wheel clean
+.DELETE_ON_ERROR:
+
+demo: $(READY)
+	$(BIN)/sapo-fast train --config $(CONFIG) output_dir=$(RUN)
+	$(BIN)/sapo-fast eval $(RUN)
+	$(BIN)/sapo-fast report $(RUN)
+	@echo "learning curve: $(RUN)/report/learning_curve.png    everything: $(RUN)/report/report.html"
+
+test: lint
+	$(BIN)/python -m pytest -q --session-timeout=900
+
+lint: $(READY)
+	$(BIN)/ruff check .
+
+wheel: $(READY)
+	rm -rf build/lib build/bdist*
+	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis sapo_fast.egg-info sapo_fast/*.so sapo_fast/native_build.json
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	$(PIP) install --quiet "setuptools>=77,<82" wheel "cmake>=3.26" ninja
+	$(if $(TORCH),$(PIP) install $(TORCH))
+	$(BIN)/python -c "import torch"
+	@touch $@
+
+# torch is there before the package is built, and the build uses it: an isolated build would fetch another
+$(READY): $(VENV)/.torch pyproject.toml setup.py $(NATIVE)
+	$(PIP) install --no-build-isolation -e ".[dev]"
+	@touch $@
