@@ -58,9 +58,10 @@ SAPO_HD Real sarsa_target(Real reward, Real q_next, Real gamma) {
   return reward + gamma * q_next;
 }
 
-// A token as an affine map of the future.
+// A token as an affine map of the future. `value` is that of an action, 0 for any other token.
 SAPO_HD Affine token_map(bool action, double reward, double value, Decay decay) {
-  return action ? Affine{decay.carried, offset_of(reward, value, decay.carried, decay.valued)} : Affine{1.0, reward};
+  const double carried = action ? decay.carried : 1.0;
+  return {carried, offset_of(reward, value, carried, decay.valued)};
 }
 
 }  // namespace sapo

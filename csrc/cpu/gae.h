@@ -35,8 +35,6 @@ struct Problem {
   Decay value;              // of the value targets
   bool two;                 // the two differ
   double invalid_penalty;   // off the advantage of an invalid action, in the moments only
-
-  double bootstrap_of(int64_t trajectory) const { return bootstrap ? static_cast<double>(bootstrap[trajectory]) : 0.0; }
 };
 
 // Trajectories [first, last) of a problem: writes their targets, returns the moments of their advantages (turns: valid ones, less the penalty;

@@ -1,51 +1,27 @@
 // The loops of gae.h. Compiled several times with different instruction sets (see CMakeLists.txt), each in its own SAPO_ISA namespace.
 //
-// Turns are taken four at a time: within a vector the recurrence is a two-step scan with constant weights, and only the carry from one vector
-// to the next is serial (one multiply-add per four turns). Trajectories shorter than a vector, and the last few turns of the others, go one by one.
-#include "gae.h"
-
-#include <cstring>
-
+// With vectors, turns are taken four at a time: the futures inside a vector are sums of shifted copies with constant weights, and only the carry from
+// one vector to the next is serial (one multiply-add per four turns). The last few turns of a trajectory go one by one. What does not depend on
+// the carry (Q targets, moments) has loops of its own over data still in the first-level cache: short dependency chains keep the processor busy.
 #ifndef SAPO_ISA
 #error "define SAPO_ISA: the namespace of this instruction set"
 #endif
 
+#include "gae.h"
+#include "vector.h"
+
+#include <algorithm>
+#include <bit>
+
 namespace sapo::cpu::SAPO_ISA {
 namespace {
 
-constexpr int kLanes = 4;
-using Doubles = double __attribute__((vector_size(8 * kLanes)));
-using Floats = float __attribute__((vector_size(4 * kLanes)));
-
-#if defined(__clang__)
-#define SAPO_SHIFT(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
-#else
-using Places = int64_t __attribute__((vector_size(8 * kLanes)));
-#define SAPO_SHIFT(x, y, ...) __builtin_shuffle(x, y, Places{__VA_ARGS__})
-#endif
-
-inline Doubles load(const float* from) {
-  Floats x;
-  std::memcpy(&x, from, sizeof x);
-  return __builtin_convertvector(x, Doubles);
-}
-
-inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
-inline void store(float* to, Doubles x) { store(to, __builtin_convertvector(x, Floats)); }
-
-inline Doubles splat(double x) { return Doubles{x, x, x, x}; }
-
-// One lambda's recurrence: the future carried in, and its constants in the forms the vector step needs.
+// One lambda's recurrence.
 struct Carry {
   double future;
-  double carried, valued, carried4;
-  Doubles weights;  // of the future carried in, in the future before each lane
+  double carried, valued;
 
-  Carry(Decay decay, double start) : future(start), carried(decay.carried), valued(decay.valued) {
-    const double squared = carried * carried;
-    carried4 = squared * squared;
-    weights = Doubles{carried4, squared * carried, squared, carried};
-  }
+  Carry(Decay decay, double start) : future(start), carried(decay.carried), valued(decay.valued) {}
 
   double step(double reward, double value) {
     const double target = lambda_return(reward, future);
@@ -53,152 +29,196 @@ struct Carry {
     return target;
   }
 
+#if defined(SAPO_VECTORS)
   // Lane 3 is the latest turn. Returns the lambda-returns of the four.
-  Doubles step(Doubles rewards, Doubles values) {
-    const Doubles zero = splat(0.0);
-    Doubles x = offset_of(rewards, values, splat(carried), splat(valued));
-    x += splat(carried) * SAPO_SHIFT(x, zero, 1, 2, 3, 4);
-    x += splat(carried * carried) * SAPO_SHIFT(x, zero, 2, 3, 4, 5);
-    const Doubles futures = x + weights * splat(future);  // before each lane
-    const Doubles after = SAPO_SHIFT(futures, splat(future), 1, 2, 3, 4);
-    future = x[0] + carried4 * future;
+  SAPO_INLINE Doubles step(Doubles rewards, Doubles values) {
+    const double squared = carried * carried;
+    const Doubles offsets = offset_of(rewards, values, splat(carried), splat(valued));
+    const Doubles two = shift_two(offsets);
+    const Doubles inside = _mm256_shuffle_pd(offsets, two, 0b0101) + splat(carried) * two + splat(squared) * shift_one(two);
+    const Doubles weights = {squared * carried, squared, carried, 1.0};
+    const Doubles after = inside + weights * splat(future);
+    future = (offsets[0] + carried * inside[0]) + squared * squared * future;
     return lambda_return(rewards, after);
   }
+#endif
 };
 
-// Sums over a unit, scalar and vector side by side, around one shift.
-struct UnitSums {
-  Sums scalar;
-  Doubles sum = splat(0.0), squares = splat(0.0), size = splat(0.0);
-
-  void add(double x) { scalar.add(x); }
-
-  void add(Doubles x) {
-    if (scalar.count == 0.0) scalar.shift = x[kLanes - 1];
-    const Doubles d = x - splat(scalar.shift), flipped = -x;
-    scalar.count += kLanes;
-    sum += d;
-    squares += d * d;
-    size = x > size ? x : size;
-    size = flipped > size ? flipped : size;
-  }
-
-  Moments finish() {
-    scalar.sum += (sum[0] + sum[1]) + (sum[2] + sum[3]);
-    scalar.squares += (squares[0] + squares[1]) + (squares[2] + squares[3]);
-    for (int lane = 0; lane < kLanes; ++lane) scalar.size = larger(scalar.size, size[lane]);
-    return scalar.finish();
-  }
-};
-
-// Moments are those of the advantages as returned, rounded to float32.
-template <bool kFlags>
-inline void count(const Problem& p, int64_t t, float advantage, UnitSums& sums) {
-  double x = advantage;
-  if constexpr (kFlags) {
-    if (p.valid && !p.valid[t]) return;
-    if (p.invalid && p.invalid[t]) x -= p.invalid_penalty;
-  }
-  sums.add(x);
-}
-
-template <bool kTwo, bool kQ, bool kFlags>
-void trajectory(const Problem& p, int64_t begin, int64_t end, double bootstrap, UnitSums& sums) {
-  Carry policy(p.policy, p.gamma * bootstrap);
-  Carry value(p.value, p.gamma * bootstrap);
-  double q_next = bootstrap;
+// Turns [begin, end) of one trajectory, from the end.
+template <bool kTwo>
+inline void walk(const Problem& p, int64_t begin, int64_t end, Carry& policy, Carry& value) {
   int64_t t = end;
-  for (int64_t rest = (end - begin) % kLanes; rest > 0; --rest) {
+#if defined(SAPO_VECTORS)
+  const int64_t vectors = begin + (end - begin) / kLanes * kLanes;
+#else
+  const int64_t vectors = begin;
+#endif
+  while (t > vectors) {
     --t;
     const double r = p.rewards[t], v = p.values[t];
     const double target = policy.step(r, v);
-    const float advantage = static_cast<float>(target - v);
-    p.advantages[t] = advantage;
+    p.advantages[t] = static_cast<float>(target - v);
     p.v_targets[t] = static_cast<float>(kTwo ? value.step(r, v) : target);
-    if constexpr (kQ) {
-      p.q_targets[t] = static_cast<float>(sarsa_target(r, q_next, p.gamma));
-      q_next = p.q_values[t];
-    }
-    count<kFlags>(p, t, advantage, sums);
   }
-  Doubles q_later = splat(q_next);
+#if defined(SAPO_VECTORS)
   while (t > begin) {
     t -= kLanes;
     const Doubles r = load(p.rewards + t), v = load(p.values + t);
     const Doubles target = policy.step(r, v);
-    const Floats advantage = __builtin_convertvector(target - v, Floats);
-    store(p.advantages + t, advantage);
+    store(p.advantages + t, target - v);
     if constexpr (kTwo) {
       store(p.v_targets + t, value.step(r, v));
     } else {
       store(p.v_targets + t, target);
     }
-    if constexpr (kQ) {
-      const Doubles q = load(p.q_values + t);
-      store(p.q_targets + t, sarsa_target(r, SAPO_SHIFT(q, q_later, 1, 2, 3, 4), splat(p.gamma)));
-      q_later = q;
-    }
-    if constexpr (kFlags) {
-      for (int lane = kLanes - 1; lane >= 0; --lane) count<true>(p, t + lane, advantage[lane], sums);
-    } else {
-      sums.add(__builtin_convertvector(advantage, Doubles));
-    }
   }
+#endif
 }
 
-template <bool kTwo, bool kQ, bool kFlags>
-Moments turns(const Problem& p, const Offsets& offsets, int64_t first, int64_t last) {
-  UnitSums sums;
-  int64_t begin = first < last ? offsets[first] : 0;
+// x where the flag is set, else 0. By bits: no branch to mispredict, and a NaN that does not count leaves no trace.
+SAPO_INLINE float keep_if(bool flag, float x) { return std::bit_cast<float>(std::bit_cast<uint32_t>(x) & -static_cast<uint32_t>(flag)); }
+
+// Tokens [begin, end) of one trajectory, one by one from the end: which of two maps applies depends on the data. Not inlined: next to a call, gcc
+// keeps the carried future in memory.
+template <bool kTwo>
+__attribute__((noinline)) void walk_tokens(const Problem& problem, int64_t begin, int64_t end, Carry& policy_carry, Carry& value_carry) {
+  const Problem p = problem;
+  const double policy_carried[2] = {1.0, p.policy.carried}, value_carried[2] = {1.0, p.value.carried};
+  double policy = policy_carry.future, value = value_carry.future;
+  for (int64_t t = end - 1; t >= begin; --t) {
+    const bool action = p.actions[t] != 0;
+    const double r = p.rewards[t], v = keep_if(action, p.values[t]);
+    const double target = lambda_return(r, policy);
+    p.advantages[t] = keep_if(action, static_cast<float>(target - v));
+    p.v_targets[t] = keep_if(action, static_cast<float>(kTwo ? lambda_return(r, value) : target));
+    policy = policy_carried[action] * policy + offset_of(r, v, policy_carried[action], p.policy.valued);
+    if constexpr (kTwo) value = value_carried[action] * value + offset_of(r, v, value_carried[action], p.value.valued);
+  }
+  policy_carry.future = policy;
+  value_carry.future = value;
+}
+
+// Q targets of [begin, end), from the end; `q_next` follows the last.
+inline void sarsa_targets(const Problem& p, int64_t begin, int64_t end, double q_next) {
+  int64_t t = end - 1;
+  p.q_targets[t] = static_cast<float>(sarsa_target<double>(p.rewards[t], q_next, p.gamma));
+#if defined(SAPO_VECTORS)
+  const SplitConstant gamma(p.gamma);
+  for (; t - kLanes >= begin; t -= kLanes) gamma.times_plus(p.q_values + t - kLanes + 1, p.rewards + t - kLanes, p.q_targets + t - kLanes);
+#endif
+  for (--t; t >= begin; --t) p.q_targets[t] = static_cast<float>(sarsa_target<double>(p.rewards[t], p.q_values[t + 1], p.gamma));
+}
+
+// Which advantages count, and what is taken off them.
+struct Counted {
+  const uint8_t* keep;     // null: all
+  const uint8_t* invalid;  // null: none
+  double penalty;
+
+  bool operator()(int64_t t) const { return !keep || keep[t]; }
+};
+
+// Adds the advantages of [begin, end), as returned (rounded to float32), to the sums.
+template <bool kFlags>
+void add_to(Sums& sums, const float* advantages, Counted counted, int64_t begin, int64_t end) {
+  int64_t t = begin;
+  const auto add_one = [&] {
+    if (!kFlags || counted(t)) sums.add(kFlags && counted.invalid && counted.invalid[t] ? advantages[t] - counted.penalty : advantages[t]);
+  };
+#if defined(SAPO_VECTORS)
+  for (; t < end && sums.count == 0.0; ++t) add_one();  // the first fixes the shift
+  constexpr int kChains = 4;                            // additions in flight: one chain would wait for itself
+  const Doubles shift = splat(sums.shift), penalty = splat(counted.penalty);
+  Doubles sum[kChains] = {}, squares[kChains] = {}, size[kChains] = {};
+  int64_t kept = 0;
+  for (; t + kChains * kLanes <= end; t += kChains * kLanes) {
+    for (int i = 0; i < kChains; ++i) {
+      const int64_t at = t + i * kLanes;
+      Doubles x = load(advantages + at);
+      if (kFlags && counted.invalid) x -= where(flags(counted.invalid + at), penalty);
+      Doubles d = x - shift;
+      if (kFlags && counted.keep) {
+        const Doubles keep = flags(counted.keep + at);
+        x = where(keep, x);
+        d = where(keep, d);
+        kept += count(keep);
+      } else {
+        kept += kLanes;
+      }
+      sum[i] += d;
+      squares[i] += d * d;
+      size[i] = larger(size[i], magnitude(x));
+    }
+  }
+  sums.count += static_cast<double>(kept);
+  for (int i = 0; i < kChains; ++i) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      sums.sum += sum[i][lane];
+      sums.squares += squares[i][lane];
+      sums.size = sapo::larger(sums.size, size[i][lane]);
+    }
+  }
+#endif
+  for (; t < end; ++t) add_one();
+}
+
+// Turns whose results still sit in the first-level cache when their moments are summed.
+constexpr int64_t kPiece = 1024;
+
+template <bool kTokens, bool kTwo, bool kQ, bool kFlags>
+Moments loop(const Problem& problem, const Offsets& offsets, int64_t first, int64_t last) {
+  const Problem p = problem;  // a copy no store can alias, so that it stays in registers
+  const Counted counted{kTokens ? p.actions : p.valid, p.invalid, p.invalid_penalty};
+  Sums sums;
+  int64_t summed = first < last ? offsets[first] : 0;  // everything before it is in the sums
+  int64_t begin = summed;
   for (int64_t b = first; b < last; ++b) {
     const int64_t end = offsets[b + 1];
-    if (begin < end) trajectory<kTwo, kQ, kFlags>(p, begin, end, p.bootstrap_of(b), sums);
+    if (begin == end) continue;
+    double q_next = p.bootstrap ? p.bootstrap[b] : 0.0;
+    Carry policy(p.policy, p.gamma * q_next), value(p.value, p.gamma * q_next);
+    const bool long_one = end - begin > kPiece;
+    if (long_one) {
+      add_to<kFlags>(sums, p.advantages, counted, summed, begin);
+      summed = end;
+    }
+    for (int64_t high = end; high > begin;) {
+      const int64_t low = std::max(begin, high - kPiece);
+      if constexpr (kTokens) {
+        walk_tokens<kTwo>(p, low, high, policy, value);
+      } else {
+        walk<kTwo>(p, low, high, policy, value);
+      }
+      if constexpr (kQ) {
+        sarsa_targets(p, low, high, q_next);
+        q_next = p.q_values[low];
+      }
+      if (long_one) add_to<kFlags>(sums, p.advantages, counted, low, high);
+      high = low;
+    }
+    if (end - summed >= kPiece) {
+      add_to<kFlags>(sums, p.advantages, counted, summed, end);
+      summed = end;
+    }
     begin = end;
   }
+  add_to<kFlags>(sums, p.advantages, counted, summed, begin);
   return sums.finish();
 }
 
-Moments any_turns(const Problem& p, const Offsets& offsets, int64_t first, int64_t last) {
-  static constexpr Loop table[8] = {turns<false, false, false>, turns<false, false, true>, turns<false, true, false>, turns<false, true, true>,
-                                    turns<true, false, false>,  turns<true, false, true>,  turns<true, true, false>,  turns<true, true, true>};
+Moments turns(const Problem& p, const Offsets& offsets, int64_t first, int64_t last) {
+  static constexpr Loop table[8] = {
+      loop<false, false, false, false>, loop<false, false, false, true>, loop<false, false, true, false>, loop<false, false, true, true>,
+      loop<false, true, false, false>,  loop<false, true, false, true>,  loop<false, true, true, false>,  loop<false, true, true, true>};
   return table[4 * p.two + 2 * (p.q_values != nullptr) + (p.invalid || p.valid)](p, offsets, first, last);
 }
 
-// Token by token: which of the two maps applies depends on the data.
-template <bool kTwo>
 Moments tokens(const Problem& p, const Offsets& offsets, int64_t first, int64_t last) {
-  Sums sums;
-  for (int64_t b = first; b < last; ++b) {
-    Carry policy(p.policy, p.gamma * p.bootstrap_of(b));
-    Carry value(p.value, policy.future);
-    const int64_t begin = offsets[b];
-    for (int64_t t = offsets[b + 1] - 1; t >= begin; --t) {
-      const double r = p.rewards[t];
-      float advantage = 0.0f;
-      double v_target = 0.0;
-      if (p.actions[t]) {
-        const double v = p.values[t];
-        v_target = policy.step(r, v);
-        advantage = static_cast<float>(v_target - v);
-        if constexpr (kTwo) v_target = value.step(r, v);
-        sums.add(advantage);
-      } else {
-        policy.future += r;
-        if constexpr (kTwo) value.future += r;
-      }
-      p.advantages[t] = advantage;
-      p.v_targets[t] = static_cast<float>(v_target);
-    }
-  }
-  return sums.finish();
-}
-
-Moments any_tokens(const Problem& p, const Offsets& offsets, int64_t first, int64_t last) {
-  return p.two ? tokens<true>(p, offsets, first, last) : tokens<false>(p, offsets, first, last);
+  return (p.two ? loop<true, true, false, true> : loop<true, false, false, true>)(p, offsets, first, last);
 }
 
 }  // namespace
 
-extern const Loops loops = {any_turns, any_tokens};
+extern const Loops loops = {turns, tokens};
 
 }  // namespace sapo::cpu::SAPO_ISA
