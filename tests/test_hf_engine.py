@@ -1,5 +1,7 @@
 """The transformers engine: every sampled token's log-prob against a plain forward of the whole sequence, the sampler, and the cache."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -307,17 +309,16 @@ def test_an_interrupted_forward_leaves_a_usable_engine(monkeypatch):
     engine = engine_for(model)
     requests = [Request(k, list(range(20 + k)), k) for k in range(4)]
     engine.generate(requests, Sampling(1.0, 4))
-    real, calls = hf.run_decoder, []
+    real = hf.run_decoder
+    for stop_at in (1, 3):  # in the prefill, in the third forward
+        forwards = itertools.count(1)
 
-    def interrupted(*args):
-        out = real(*args)
-        calls.append(1)
-        if len(calls) == stop_at:
-            raise KeyboardInterrupt
-        return out
+        def interrupted(*args, forwards=forwards, stop_at=stop_at):
+            out = real(*args)
+            if next(forwards) == stop_at:
+                raise KeyboardInterrupt
+            return out
 
-    for stop_at in (1, 3):
-        calls.clear()
         with monkeypatch.context() as patch:
             patch.setattr(hf, "run_decoder", interrupted)
             with pytest.raises(KeyboardInterrupt):

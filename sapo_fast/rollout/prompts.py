@@ -175,7 +175,8 @@ class PromptBuilder:
 
     def _check_append_only(self) -> None:
         """Find what stands between a response and the next user message, and make sure that a longer conversation only ever appends."""
-        (u1, u2, u3), (a1, a2) = _USERS, _ASSISTANTS
+        u1, u2, u3 = _USERS
+        a1, a2 = (self.format_action(reply) for reply in _ASSISTANTS)  # with reasoning, which some templates cut out later
         one, two, three = (self._render(turns, system=self._has_system) for turns in ((u1,), (u1, a1, u2), (u1, a1, u2, a2, u3)))
         self._between, _, after = two.removeprefix(one + a1).partition(u2)
         consistent = two.startswith(one + a1) and after == self._after and three == two + a2 + self._between + u3 + self._after
