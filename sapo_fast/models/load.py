@@ -120,10 +120,7 @@ def prepare_value_tokens(
         ids = choose_value_tokens(tokenizer, weight)
     check_value_tokens(ids, tokenizer=tokenizer, vocab_size=weight.shape[0])
     if equal_rows and not side.get("trained_readout", False):
-        equalize_rows(weight, ids)
-        if bias is not None:
-            with torch.no_grad():
-                bias[ids[1]] = bias[ids[0]]
+        equalize_rows(weight, ids, lm_head_bias=bias)
     log.info("value tokens w+ = %d, w- = %d", *ids)
     return ids
 
