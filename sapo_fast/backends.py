@@ -118,10 +118,9 @@ def _tensor_reason(key: tuple[str, str], device: torch.device, dtype: torch.dtyp
     return None
 
 
-def _load(key: tuple[str, str]) -> Any:
+def _load(key: tuple[str, str]) -> None:
     if key not in _loaded:
         _loaded[key] = _table[key].load()
-    return _loaded[key]
 
 
 def select(operation: str, impl: str, device: torch.device, dtype: torch.dtype) -> tuple[str, Any]:
@@ -132,6 +131,14 @@ def select(operation: str, impl: str, device: torch.device, dtype: torch.dtype) 
         RuntimeError: ``impl`` is known and serves such tensors but cannot run on this machine.
     """
     check_impl(impl)
+    # Two steps, so that torch.compile can take the choice as a constant and still see which object is called.
+    name = _choose(operation, impl, device, dtype)
+    return name, _loaded[(operation, name)]
+
+
+@torch.compiler.assume_constant_result
+def _choose(operation: str, impl: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The name of the backend; its object is loaded."""
     _import_providers()
     if impl != "auto":
         key = (operation, impl)
@@ -142,7 +149,8 @@ def select(operation: str, impl: str, device: torch.device, dtype: torch.dtype) 
         reason = _machine_reason(key)
         if reason is not None:
             raise RuntimeError(f"impl={impl!r} cannot be used for {operation}: {reason}; use impl='auto' or 'torch'")
-        return impl, _load(key)
+        _load(key)
+        return impl
     passed_over = []
     for backend in _PREFERENCE:
         key = (operation, backend)
@@ -155,7 +163,8 @@ def select(operation: str, impl: str, device: torch.device, dtype: torch.dtype) 
                 _announced.add(note)
                 why = "; ".join(passed_over) or "first choice"
                 _log.info("%s on %s: %s (%s)", operation, device.type, backend, why)
-            return backend, _load(key)
+            _load(key)
+            return backend
         passed_over.append(f"not {backend}: {reason}")
     raise RuntimeError(f"no implementation of {operation} for {device.type}: {'; '.join(passed_over)}")
 

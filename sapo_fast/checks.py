@@ -118,9 +118,7 @@ def _whole_weight(name: str, x: Any) -> None:
     if isinstance(x, Tensor) and hasattr(x, "full_tensor") and hasattr(x, "placements"):
         raise ValueError(f"{name} is a DTensor: pass {name}.full_tensor(), or call inside the module's forward where FSDP has gathered it")
     if isinstance(x, Tensor) and x.numel() == 0:
-        raise ValueError(
-            f"{name} is empty, shape {tuple(x.shape)}: under ZeRO-3 call inside deepspeed.zero.GatheredParameters([{name}])"
-        )
+        raise ValueError(f"{name} is empty, shape {tuple(x.shape)}: under ZeRO-3 call inside deepspeed.zero.GatheredParameters([{name}])")
 
 
 def _source(logits: Any, hidden: Any, lm_head: Any, lm_head_bias: Any) -> tuple[Tensor, int]:
@@ -204,7 +202,7 @@ class Data:
     def inside(self, name: str, rows: Tensor, total: int, of: str) -> None:
         self.none(
             (rows < 0) | (rows >= total),
-            lambda i: f"{name}[{i}] = {int(rows[i])} is out of range: {of} has {total} rows (0 to {total - 1})"
+            lambda i: f"{name}[{i}] = {int(rows[i])} is out of range: {of} has {total} rows (0 to {total - 1})",
         )
 
     def finite(self, name: str, x: Tensor | None) -> None:
@@ -309,9 +307,8 @@ def fused_loss(
     _value_rows("v", v_rows, v_old, v_targets, device)
     _value_rows("q", q_rows, q_old, q_targets, device)
     _normaliser("num_tokens", num_tokens, n)
-    turns = max((x.shape[0] for x in (v_rows, q_rows) if x is not None), default=0)
-    _normaliser("num_turns", num_turns, turns)
-    if not check:
+    _normaliser("num_turns", num_turns, sum(x.shape[0] for x in (v_rows, q_rows) if x is not None))
+    if not check or torch.compiler.is_compiling():
         return
     data, of = Data(), "logits" if logits is not None else "hidden"
     _actions(data, action_rows, actions, pair, source, of, vocabulary)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks
-from .row_pass import Head, HeadGradSum, RowKernel, RowStats, each_chunk, stat_dtype
+from .row_pass import Head, HeadGradSum, RowKernel, RowStats, each_chunk, first_order_only, stat_dtype
 
 
 def token_logprobs(
@@ -79,7 +79,7 @@ class _FromLogits(torch.autograd.Function):
         return stats.logprob.clone(), stats.entropy
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
         logits, *saved = ctx.saved_tensors
         job, stats = ctx.job, RowStats(*saved)
@@ -110,7 +110,7 @@ class _FromHidden(torch.autograd.Function):
         return stats.logprob.clone(), stats.entropy
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, bias, *saved = ctx.saved_tensors
         job, stats, head = ctx.job, RowStats(*saved), Head(hidden, weight, bias)

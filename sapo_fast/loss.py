@@ -12,7 +12,18 @@ from torch import Tensor
 
 from . import backends, checks
 from .loss_terms import LOG_RATIO_LIMIT, LossConfig, Tokens, TokenTerms, ValueRows, ValueTerms, token_terms, value_terms
-from .row_pass import Head, HeadGrads, HeadGradSum, RowKernel, RowStats, add_at, each_chunk, readout_from_hidden, stat_dtype
+from .row_pass import (
+    Head,
+    HeadGrads,
+    HeadGradSum,
+    RowKernel,
+    RowStats,
+    add_at,
+    each_chunk,
+    first_order_only,
+    readout_from_hidden,
+    stat_dtype,
+)
 
 #: Metrics that combine over micro-batches by their largest value. All others are sums over tokens or turns divided by the normaliser
 #: (``num_tokens``, ``num_turns``): with the global normalisers the micro-batches' values add up to the whole batch's.
@@ -221,7 +232,7 @@ class _LogitsGradient(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         logits, a, c_v, c_q, *stats = ctx.saved_tensors
         job: _Job = ctx.job
@@ -299,14 +310,12 @@ class _HeadGradient(torch.autograd.Function):
     """Gives a loss its gradient made in the forward; the backward only multiplies."""
 
     @staticmethod
-    def forward(
-        ctx: Any, loss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, grads: HeadGrads, scale: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, grads: HeadGrads, scale: Tensor) -> Tensor:
         ctx.save_for_backward(*grads, scale)
         return loss.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         *grads, scale = ctx.saved_tensors
         factor = grad.double() / scale

@@ -8,13 +8,12 @@ Legend: T rows of logits (packed tokens) or turns, N action tokens, M value rows
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .loss_terms import LossConfig
+from .loss_terms import LossConfig
 
 
 class ReferenceLoss(NamedTuple):
@@ -109,7 +108,7 @@ def read_values(
 def policy_loss(
     logprob: Tensor, old_logprob: Tensor, advantage: Tensor, clip_low: float | None, clip_high: float | None, dual_clip: float | None
 ) -> Tensor:
-    """"- min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A), with optional dual clip c for A < 0", a token, [N].
+    """ "- min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A), with optional dual clip c for A < 0", a token, [N].
 
     rho = exp(logp - old_logp), the log-ratio clamped to +-20. A tie takes the unclipped branch.
     """
@@ -131,7 +130,7 @@ def kl_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
 
 
 def value_loss(u: Tensor, u_old: Tensor, target: Tensor, clip: float | None) -> Tensor:
-    """"u_c = u_old + clip(u - u_old, -eps, eps); 1/2 max((u - y)^2, (u_c - y)^2)", a turn, [M], all in units of R_max.
+    """ "u_c = u_old + clip(u - u_old, -eps, eps); 1/2 max((u - y)^2, (u_c - y)^2)", a turn, [M], all in units of R_max.
 
     Within the clip u_c is u, but u_old + (u - u_old) may round away from it, so there the plain branch is named and not found by comparing.
     """
@@ -163,9 +162,9 @@ def fused_loss(
     token_weights: Tensor | None = None,
     num_tokens: float | Tensor | None = None,
     num_turns: float | Tensor | None = None,
-    config: LossConfig,
+    config: LossConfig = LossConfig(),  # noqa: B008 (frozen)
 ) -> ReferenceLoss:
-    """"L = L_pol + c_V L_V + c_Q L_Q + beta KL_k3(pi || ref) - c_H H": means over tokens (policy, KL, entropy) and over turns (values)."""
+    """ "L = L_pol + c_V L_V + c_Q L_Q + beta KL_k3(pi || ref) - c_H H": means over tokens (policy, KL, entropy) and over turns (values)."""
     head = {"logits": logits, "hidden": hidden, "lm_head": lm_head, "lm_head_bias": lm_head_bias, "value_token_ids": value_token_ids}
     logprob, h = token_logprobs(**head, action_rows=action_rows, actions=actions, temperature=config.temperature)
     tokens = max(len(actions), 1) if num_tokens is None else num_tokens
@@ -234,8 +233,8 @@ def turn_gae(
     """Advantages, V targets, Q targets, [T] each.
 
     "delta_t = r_t + gamma (1 - d_t) V_{t+1} - V_t; A_t = delta_t + gamma lambda (1 - d_t) A_{t+1}; A_{T+1} = 0. V target (lambda-return):
-    y^V_t = V_t + A_t. Q target (SARSA, the action really taken next): y^Q_t = r_t + gamma (1 - d_t) Q_{t+1}." After the last turn stands the
-    bootstrap value (0 where the episode ended), for V and Q alike.
+    y^V_t = V_t + A_t. Q target (SARSA, the action really taken next): y^Q_t = r_t + gamma (1 - d_t) Q_{t+1}." After the last turn
+    stands the bootstrap value (0 where the episode ended), for V and Q alike.
     """
     lam_v = lam if lam_v is None else lam_v
     advantages, v_targets = torch.zeros_like(values), torch.zeros_like(values)
@@ -283,7 +282,7 @@ def normalize_advantages(
     min_std: float = 1e-4,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """"An invalid action costs c_inv on the advantage: A_t - c_inv * invalid_t. Normalise over all valid turns of the iteration's batch:
+    """ "An invalid action costs c_inv on the advantage: A_t - c_inv * invalid_t. Normalise over all valid turns of the iteration's batch:
     (A - mean) / (std + eps_adv)", population standard deviation, floored; no spread beyond rounding noise gives exactly 0."""
     x = advantages.double()
     if invalid is not None:

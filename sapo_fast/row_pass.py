@@ -19,8 +19,9 @@ Legend: n rows of a block, N action rows in all, T rows of the logits or hidden 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -91,6 +92,21 @@ def add_at(target: Tensor, index: Tensor, source: Tensor) -> None:
         target.index_add_(0, index, source)  # serial over the index
 
 
+def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward whose result is a constant: asked for a graph of it (create_graph=True), it refuses, so no second derivative is lost."""
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "sapo_fast gradients have no second derivative: call backward without create_graph=True, or use sapo_fast.reference"
+            )
+        with torch.no_grad():
+            return backward(ctx, *grads)
+
+    return checked
+
+
 def _block_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
     limit = BLOCK_BYTES.get(device.type, BLOCK_BYTES["cuda"])
     return max(1, limit // (vocabulary * torch.finfo(dtype).bits // 8))
@@ -99,7 +115,7 @@ def _block_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> in
 def _shifted(
     logits: Tensor, lo: int, hi: int, rows: Tensor | None, value_token_ids: tuple[int, int], temperature: float, top: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A private copy of rows lo..hi: x - m with w+ and w- at the floor; also m, and (when it was not given) where it is attained."""
+    """A private copy of rows lo..hi: x - m, -inf at w+ and w-; also m, and (when it was not given) where it is attained."""
     block = logits[lo:hi] if rows is None else logits.index_select(0, rows[lo:hi])
     dtype = stat_dtype(logits.dtype)
     x = block.to(dtype) if block.dtype != dtype or rows is not None else block.clone()
@@ -110,7 +126,7 @@ def _shifted(
     where = None
     if top is None:
         top, where = x.max(dim=1)
-    x.sub_(top[:, None]).clamp_(min=_FLOOR[dtype])
+    x.sub_(top[:, None])
     return x, top, where
 
 
@@ -124,9 +140,7 @@ def _sum_rows(x: Tensor) -> Tensor:
 class TorchRows:
     """The row pass in plain torch, block by block."""
 
-    def stats(
-        self, logits: Tensor, rows: Tensor | None, actions: Tensor, value_token_ids: tuple[int, int], temperature: float
-    ) -> RowStats:
+    def stats(self, logits: Tensor, rows: Tensor | None, actions: Tensor, value_token_ids: tuple[int, int], temperature: float) -> RowStats:
         n, dtype = actions.shape[0], stat_dtype(logits.dtype)
         logprob, top_all, log_sum, spread = (torch.empty(n, dtype=dtype, device=logits.device) for _ in range(4))
         step = _block_rows(logits.shape[1], dtype, logits.device)
@@ -134,9 +148,7 @@ class TorchRows:
             hi = min(lo + step, n)
             x, top, where = _shifted(logits, lo, hi, rows, value_token_ids, temperature, None)
             taken = x.gather(1, actions[lo:hi, None]).squeeze(1)
-            # The floor stands for -inf; an action there has no probability at all.
-            taken = taken.masked_fill(taken <= _FLOOR[dtype], -torch.inf)
-            e = x.exp()
+            e = x.clamp_(min=_FLOOR[dtype]).exp()
             e.scatter_(1, where[:, None], 0.0)
             rest = _sum_rows(e)
             top_all[lo:hi] = top
@@ -168,7 +180,7 @@ class TorchRows:
         for lo in range(0, n, step):
             hi = min(lo + step, n)
             x, _, _ = _shifted(logits, lo, hi, rows, value_token_ids, temperature, stats.top[lo:hi])
-            q = (x - stats.log_sum[lo:hi, None]).exp_()
+            q = (x.clamp_(min=_FLOOR[dtype]) - stats.log_sum[lo:hi, None]).exp_()
             taken = actions[lo:hi, None]
             # 1 - q_a from log q_a: exact where q_a is near 1.
             one_hot = a[lo:hi] * -torch.expm1(stats.logprob[lo:hi])
@@ -192,7 +204,7 @@ class TorchRows:
             g = torch.where(done[:, None], out.index_select(0, rows[lo:hi]), g.to(out.dtype))
             out.index_copy_(0, rows[lo:hi], g)
         if once is not None:
-            _add_one_hot(out, rows, actions, a.masked_fill(once, 0.0), once)
+            _add_one_hot(out, rows, actions, a.masked_fill(once, 0.0))
 
 
 def _merge_repeats(rows: Tensor, total: int, a: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -210,14 +222,12 @@ def _merge_repeats(rows: Tensor, total: int, a: Tensor, b: Tensor | None) -> tup
     return summed(a), None if b is None else summed(b), once, first[rows]
 
 
-def _add_one_hot(out: Tensor, rows: Tensor, actions: Tensor, a: Tensor, once: Tensor) -> None:
-    """Add A at the action of every occurrence of a row that repeats (0 for the others)."""
-    if out.is_cuda:
-        out.index_put_((rows, actions), a.to(out.dtype), accumulate=True)
-        return
-    again = (~once).nonzero().squeeze(1)
-    for part in again.split(16384):  # below the size from which torch adds in parallel, in no fixed order
-        out.index_put_((rows[part], actions[part]), a[part].to(out.dtype), accumulate=True)
+def _add_one_hot(out: Tensor, rows: Tensor, actions: Tensor, a: Tensor) -> None:
+    """Add A at the action of every occurrence, in a fixed order: on a CPU by parts below the size from which torch adds in parallel."""
+    part = max(rows.shape[0], 1) if out.is_cuda else 16384
+    for lo in range(0, rows.shape[0], part):
+        at = slice(lo, lo + part)
+        out.index_put_((rows[at], actions[at]), a[at].to(out.dtype), accumulate=True)
 
 
 backends.register("row_pass", "torch", TorchRows, lambda: None, devices=("any",))
