@@ -554,6 +554,46 @@ def test_the_expert_sees_no_more_than_the_history():
             expert.observe(turn.command, answer)
 
 
+def expert_after(first: str, *history: tuple[str, str]) -> HouseholdExpert:
+    """The perfect expert, having seen these commands answered."""
+    expert = HouseholdExpert(Random(0), ExpertNoise.none())
+    expert.start(first)
+    for command, answer in history:
+        expert.observe(command, answer)
+    return expert
+
+
+def test_the_expert_searches_the_likeliest_place_first():
+    first = "you see armchair 1 , bed 1 , desk 1 , drawer 1 . task : put a pen in bed ."
+    looked = [("go to desk 1", "on desk 1 you see nothing .")]
+    assert expert_after(first).act([]) == "go to desk 1"
+    expert = expert_after(first, *looked)
+    assert expert.act([]) == "go to drawer 1"  # likelier than the armchair, even at two turns
+    expert.observe("go to drawer 1", "drawer 1 is closed .")
+    assert expert.act([]) == "open drawer 1"
+    expert.observe("open drawer 1", "you open drawer 1 . in it you see nothing .")
+    assert expert.act([]) == "go to armchair 1"
+    for episode in demos(300, noise=PERFECT, suite=Household(task_types=list(PROCESS_OF_TYPE))):
+        commands = [turn.command for turn in episode.turns]
+        taken = next(i for i, command in enumerate(commands) if command.startswith("take"))
+        tool = commands[[command.split()[0] in TOOLS for command in commands].index(True)].split()[-2]
+        assert f"go to {tool} 1" not in commands[:taken]  # the wanted object is never at the tool
+
+
+def test_the_expert_brings_the_second_object_to_the_first():
+    first = "you see desk 1 , shelf 1 , shelf 2 . task : put two mug in shelf ."
+    history = [
+        ("go to shelf 2", "on shelf 2 you see nothing ."),
+        ("go to desk 1", "on desk 1 you see mug 1 , mug 2 ."),
+        ("take mug 1 from desk 1", "you take mug 1 ."),
+        ("go to shelf 2", "on shelf 2 you see nothing ."),
+        ("move mug 1 to shelf 2", "you move mug 1 to shelf 2 ."),
+    ]
+    assert expert_after(first, *history).act([]) == "go to desk 1"
+    history += [("go to desk 1", "on desk 1 you see mug 2 ."), ("take mug 2 from desk 1", "you take mug 2 .")]
+    assert expert_after(first, *history).act([]) == "go to shelf 2"
+
+
 def test_demonstrations_replay():
     for episode in demos(60):
         env = SUITE.make()
@@ -567,6 +607,8 @@ def test_demonstrations_replay():
 
 def test_demonstrations_are_a_function_of_the_seed():
     assert demos(12, seed=5) == demos(30, seed=5)[:12] != demos(12, seed=6)
+    one = Household(n_train=1)
+    assert demos(1, seed=5, suite=one) != demos(1, seed=6, suite=one)  # the same task, played otherwise
     small = Household(n_train=10)
     ids = [episode.task_id for episode in demos(25, suite=small)]
     assert set(ids[:10]) == set(ids[10:20]) == set(small.train_tasks()) and ids[:10] != ids[10:20]

@@ -32,6 +32,9 @@ def make_suite(name: str, options: Mapping[str, Any] | None = None) -> TaskSuite
         return _build(name, _load(SUITES[name]), options)
     if ":" not in name:
         raise ValueError(unknown_name("environment", name, SUITES) + "; your own is given as 'module:attribute'")
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # a console script, unlike `python -m`, does not look in the current folder
     return _build(name, _load(name), options)
 
 
@@ -39,16 +42,15 @@ def _load(path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute.isidentifier():
         raise ValueError(f"environment {path!r} must read 'module:attribute', like 'examples.guess_number:suite'")
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # a console script, unlike `python -m`, does not look in the current folder
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if not (module_name == missing or module_name.startswith(missing + ".")):
             raise  # the module is there; something it needs is not
-        raise ValueError(f"environment {path!r}: no module {missing!r}, neither installed nor in the current folder {here}") from error
+        raise ValueError(
+            f"environment {path!r}: no module {missing!r}, neither installed nor in the current folder {os.getcwd()}"
+        ) from error
     if not hasattr(module, attribute):
         public = [found for found in vars(module) if not found.startswith("_")]
         raise ValueError(f"environment {path!r}: " + unknown_name(f"attribute of {module_name}", attribute, public))

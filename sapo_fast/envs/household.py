@@ -35,8 +35,6 @@ from sapo_fast.envs.household_world import (
 )
 from sapo_fast.envs.names import unknown_name
 
-_MAX_COMMAND = 200  # characters; the longest command is under 50
-
 INSTRUCTIONS = (
     "you are in a room and must do the task . answer with one command : "
     "go to R , open R , close R , take O from R , move O to R , "
@@ -184,7 +182,7 @@ class HouseholdEnv:
         """Do one command: observation, reward, terminated, truncated (always False), info. RuntimeError when no episode is running."""
         if self._over:
             raise RuntimeError("household: no episode is running; call reset first")
-        words = command.lower().split() if len(command) <= _MAX_COMMAND else []
+        words = command.lower().split()
         act = self._acts.get(words[0]) if words else None
         text = act(words) if act else None
         if text is None:

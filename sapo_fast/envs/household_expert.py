@@ -114,7 +114,7 @@ class HouseholdExpert:
             self._forgot = self._process is not None and self._chance(self._noise.p_forget)
         elif verb == "move":
             self._seen.setdefault(self._at, []).append(self._held)
-            self._held, self._forgot = None, False
+            self._held = None
         elif verb in TOOLS:
             done = self._done_to.setdefault(self._held, set())
             done.add(verb)
