@@ -1,4 +1,4 @@
-"""Train twice by one configuration, once straight and once killed (SIGKILL) in the middle and resumed; compare every tensor and every number."""
+"""Train twice by one configuration, once straight, once killed (SIGKILL) in the middle and resumed; compare tensors and numbers."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def main(config: str) -> None:
                 compared += 1
         assert compared, "nothing was compared"
         print(
-            f"killed after {logged} iterations and resumed = straight: {compared} tensors and {len(numbers(straight))} log lines bitwise equal"
+            f"killed after {logged} iterations and resumed = straight: {compared} tensors, {len(numbers(straight))} log lines equal bitwise"
         )
 
 
@@ -68,9 +68,8 @@ def first_difference(a: list[dict], b: list[dict]) -> str:
     if len(a) != len(b):
         return f"{len(a)} log lines against {len(b)}"
     line, other = next((x, y) for x, y in zip(a, b, strict=True) if x != y)
-    return "; ".join(
-        f"{key}: {line.get(key)} against {other.get(key)}" for key in line.keys() | other.keys() if line.get(key) != other.get(key)
-    )
+    differing = [key for key in line.keys() | other.keys() if line.get(key) != other.get(key)]
+    return "; ".join(f"{key}: {line.get(key)} against {other.get(key)}" for key in differing)
 
 
 if __name__ == "__main__":
