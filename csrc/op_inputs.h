@@ -12,6 +12,8 @@
 #include <optional>
 #include <tuple>
 
+#include "core/problem.h"
+
 namespace sapo {
 
 using torch::headeronly::ScalarType;
@@ -42,17 +44,75 @@ inline void check_inputs(const Tensor& rewards, const Tensor& values, const Opti
   if (bootstrap) check_vector("bootstrap", *bootstrap, ScalarType::Float, offsets.numel() - 1, rewards);
 }
 
-inline Outputs make_outputs(const Tensor& rewards, bool with_q) {
-  const std::array<int64_t, 1> total = {rewards.numel()}, none = {0}, four = {4};
-  return {torch::stable::empty_like(rewards), torch::stable::empty_like(rewards), torch::stable::new_empty(rewards, with_q ? total : none),
-          torch::stable::new_empty(rewards, four, ScalarType::Double)};
-}
-
 inline const float* floats(const Tensor& x) { return static_cast<const float*>(x.const_data_ptr()); }
 inline const float* floats(const OptionalTensor& x) { return x ? floats(*x) : nullptr; }
 inline const uint8_t* bytes(const Tensor& x) { return static_cast<const uint8_t*>(x.const_data_ptr()); }
 inline const uint8_t* bytes(const OptionalTensor& x) { return x ? bytes(*x) : nullptr; }
 inline const double* doubles(const Tensor& x) { return static_cast<const double*>(x.const_data_ptr()); }
-inline float* writable(const Tensor& x) { return static_cast<float*>(x.mutable_data_ptr()); }
+
+template <class T>
+T* writable(const Tensor& x) {
+  return static_cast<T*>(x.mutable_data_ptr());
+}
+
+// A checked problem and the tensors that hold its results.
+struct Call {
+  Problem problem;
+  Outputs outputs;
+};
+
+inline Call make_call(const Tensor& rewards, const Tensor& values, const OptionalTensor& q_values, const OptionalTensor& bootstrap,
+                      const Tensor& offsets, double gamma, double lam, double lam_v) {
+  check_inputs(rewards, values, q_values, bootstrap, offsets);
+  const std::array<int64_t, 1> total = {rewards.numel()}, none = {0}, four = {4};
+  Call call{{},
+            {torch::stable::empty_like(rewards), torch::stable::empty_like(rewards), torch::stable::new_empty(rewards, q_values ? total : none),
+             torch::stable::new_empty(rewards, four, ScalarType::Double)}};
+  Problem& p = call.problem;
+  p.total = rewards.numel();
+  p.trajectories = offsets.numel() - 1;
+  p.offsets = {offsets.const_data_ptr(), offsets.scalar_type() == ScalarType::Long};
+  p.rewards = floats(rewards);
+  p.values = floats(values);
+  p.q_values = floats(q_values);
+  p.bootstrap = floats(bootstrap);
+  p.advantages = writable<float>(std::get<0>(call.outputs));
+  p.v_targets = writable<float>(std::get<1>(call.outputs));
+  p.q_targets = writable<float>(std::get<2>(call.outputs));
+  p.moments = writable<double>(std::get<3>(call.outputs));
+  p.gamma = gamma;
+  p.policy = Decay::of(gamma, lam);
+  p.value = Decay::of(gamma, lam_v);
+  return call;
+}
+
+inline Call turn_call(const Tensor& rewards, const Tensor& values, const OptionalTensor& q_values, const OptionalTensor& bootstrap,
+                      const OptionalTensor& invalid, const OptionalTensor& valid, const Tensor& cu_turns, double gamma, double lam, double lam_v,
+                      double invalid_penalty) {
+  Call call = make_call(rewards, values, q_values, bootstrap, cu_turns, gamma, lam, lam_v);
+  check_flags("invalid", invalid, rewards);
+  check_flags("valid", valid, rewards);
+  call.problem.invalid = bytes(invalid);
+  call.problem.valid = bytes(valid);
+  call.problem.invalid_penalty = invalid_penalty;
+  return call;
+}
+
+inline Call token_call(const Tensor& rewards, const Tensor& values, const OptionalTensor& bootstrap, const Tensor& action_mask,
+                       const Tensor& cu_tokens, double gamma, double lam, double lam_v) {
+  Call call = make_call(rewards, values, std::nullopt, bootstrap, cu_tokens, gamma, lam, lam_v);
+  check_flags("action_mask", action_mask, rewards);
+  call.problem.actions = bytes(action_mask);
+  return call;
+}
+
+inline Scaling scaling_call(const Tensor& advantages, const Tensor& moments, const OptionalTensor& invalid, const OptionalTensor& valid,
+                            double invalid_penalty, double eps, double min_std, const Tensor& out) {
+  check_vector("advantages", advantages, ScalarType::Float, advantages.numel(), advantages);
+  check_vector("moments", moments, ScalarType::Double, 4, advantages);
+  check_flags("invalid", invalid, advantages);
+  check_flags("valid", valid, advantages);
+  return {advantages.numel(), floats(advantages), doubles(moments), bytes(invalid), bytes(valid), writable<float>(out), invalid_penalty, eps, min_std};
+}
 
 }  // namespace sapo

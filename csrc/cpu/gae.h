@@ -1,45 +1,12 @@
 // Turn-level and token-level GAE on the CPU, free of torch. `gae_loops.cpp` is compiled once per instruction set; `select_loops` picks one.
-//
-// T turns or tokens of B trajectories, packed: trajectory b owns [offsets[b], offsets[b + 1]).
 #pragma once
 
-#include <cstdint>
-
-#include "core/gae.h"
-#include "core/moments.h"
+#include "core/problem.h"
 
 namespace sapo::cpu {
 
-struct Offsets {
-  const void* data;  // B + 1 entries
-  bool wide;         // int64, else int32
-
-  int64_t operator[](int64_t i) const {
-    return wide ? static_cast<const int64_t*>(data)[i] : static_cast<int64_t>(static_cast<const int32_t*>(data)[i]);
-  }
-};
-
-struct Problem {
-  const float* rewards;
-  const float* values;
-  const float* q_values;   // null: no Q targets
-  const float* bootstrap;  // null: 0 after every trajectory
-  const uint8_t* actions;  // tokens only: 1 where the token is an action
-  const uint8_t* invalid;  // turns only: 1 where the action was invalid; null: none
-  const uint8_t* valid;    // turns only: 0 where a turn stays out of the moments; null: all count
-  float* advantages;
-  float* v_targets;
-  float* q_targets;
-  double gamma;
-  Decay policy;             // of the advantages
-  Decay value;              // of the value targets
-  bool two;                 // the two differ
-  double invalid_penalty;   // off the advantage of an invalid action, in the moments only
-};
-
-// Trajectories [first, last) of a problem: writes their targets, returns the moments of their advantages (turns: valid ones, less the penalty;
-// tokens: actions).
-using Loop = Moments (*)(const Problem&, const Offsets&, int64_t first, int64_t last);
+// Trajectories [first, last) of a problem: writes their targets, returns the moments.
+using Loop = Moments (*)(const Problem&, int64_t first, int64_t last);
 
 struct Loops {
   Loop turns, tokens;
@@ -52,14 +19,14 @@ const Loops& select_loops();
 // order in which moments are merged, and with it every bit of the result, is too.
 inline constexpr int64_t kStretch = 8192;
 
-inline int64_t units(int64_t total) { return (total + kStretch - 1) / kStretch; }
+inline int64_t units(const Problem& problem) { return (problem.total + kStretch - 1) / kStretch; }
 
 // First trajectory that begins at or after `position`.
-inline int64_t first_from(const Offsets& offsets, int64_t trajectories, int64_t position) {
-  int64_t low = 0, high = trajectories;
+inline int64_t first_from(const Problem& problem, int64_t position) {
+  int64_t low = 0, high = problem.trajectories;
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
-    if (offsets[middle] < position) {
+    if (problem.offsets[middle] < position) {
       low = middle + 1;
     } else {
       high = middle;
@@ -68,10 +35,18 @@ inline int64_t first_from(const Offsets& offsets, int64_t trajectories, int64_t 
   return low;
 }
 
-inline Moments run_unit(Loop loop, const Problem& problem, const Offsets& offsets, int64_t trajectories, int64_t unit) {
-  const int64_t first = first_from(offsets, trajectories, unit * kStretch);
-  const int64_t last = first_from(offsets, trajectories, (unit + 1) * kStretch);
-  return loop(problem, offsets, first, last);
+inline Moments run_unit(Loop loop, const Problem& problem, int64_t unit) {
+  return loop(problem, first_from(problem, unit * kStretch), first_from(problem, (unit + 1) * kStretch));
+}
+
+// Merges the moments of all units, in order, into the problem's own.
+inline void finish(const Problem& problem, const Moments* parts, int64_t count) {
+  Moments all{0.0, 0.0, 0.0, 0.0};
+  for (int64_t unit = 0; unit < count; ++unit) all = merge(all, parts[unit]);
+  problem.moments[0] = all.count;
+  problem.moments[1] = all.mean;
+  problem.moments[2] = all.m2;
+  problem.moments[3] = all.size;
 }
 
 }  // namespace sapo::cpu

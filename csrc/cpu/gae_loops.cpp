@@ -166,14 +166,14 @@ void add_to(Sums& sums, const float* advantages, Counted counted, int64_t begin,
 constexpr int64_t kPiece = 1024;
 
 template <bool kTokens, bool kTwo, bool kQ, bool kFlags>
-Moments loop(const Problem& problem, const Offsets& offsets, int64_t first, int64_t last) {
+Moments loop(const Problem& problem, int64_t first, int64_t last) {
   const Problem p = problem;  // a copy no store can alias, so that it stays in registers
   const Counted counted{kTokens ? p.actions : p.valid, p.invalid, p.invalid_penalty};
   Sums sums;
-  int64_t summed = first < last ? offsets[first] : 0;  // everything before it is in the sums
+  int64_t summed = first < last ? p.offsets[first] : 0;  // everything before it is in the sums
   int64_t begin = summed;
   for (int64_t b = first; b < last; ++b) {
-    const int64_t end = offsets[b + 1];
+    const int64_t end = p.offsets[b + 1];
     if (begin == end) continue;
     double q_next = p.bootstrap ? p.bootstrap[b] : 0.0;
     Carry policy(p.policy, p.gamma * q_next), value(p.value, p.gamma * q_next);
@@ -206,15 +206,15 @@ Moments loop(const Problem& problem, const Offsets& offsets, int64_t first, int6
   return sums.finish();
 }
 
-Moments turns(const Problem& p, const Offsets& offsets, int64_t first, int64_t last) {
+Moments turns(const Problem& p, int64_t first, int64_t last) {
   static constexpr Loop table[8] = {
       loop<false, false, false, false>, loop<false, false, false, true>, loop<false, false, true, false>, loop<false, false, true, true>,
       loop<false, true, false, false>,  loop<false, true, false, true>,  loop<false, true, true, false>,  loop<false, true, true, true>};
-  return table[4 * p.two + 2 * (p.q_values != nullptr) + (p.invalid || p.valid)](p, offsets, first, last);
+  return table[4 * p.two() + 2 * (p.q_values != nullptr) + (p.invalid || p.valid)](p, first, last);
 }
 
-Moments tokens(const Problem& p, const Offsets& offsets, int64_t first, int64_t last) {
-  return (p.two ? loop<true, true, false, true> : loop<true, false, false, true>)(p, offsets, first, last);
+Moments tokens(const Problem& p, int64_t first, int64_t last) {
+  return (p.two() ? loop<true, true, false, true> : loop<true, false, false, true>)(p, first, last);
 }
 
 }  // namespace
