@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     _settle_rest(parser, args, rest)
-    _configure_logging()
+    _configure_output()
     try:
         with _sigterm_as_interrupt():
             return args.run(args) or 0
@@ -235,9 +235,25 @@ def _sigterm_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _configure_logging() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+class _AboveBars(logging.Handler):
+    """Log lines above the progress bars instead of into them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm = sys.modules.get("tqdm")
+        if tqdm is None:
+            print(self.format(record), file=sys.stderr)
+        else:
+            tqdm.tqdm.write(self.format(record), file=sys.stderr)
+
+
+def _configure_output() -> None:
+    handler = _AboveBars()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("sapo_fast").setLevel(logging.INFO)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a bar for reading one small file tells nobody anything
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "30")  # in a log file every refresh is a line
 
 
 def _version() -> str:

@@ -63,7 +63,7 @@ def _environment(config: Config) -> str:
 
 def _evaluation(config: Config) -> str:
     when = f"every {config.eval.every} iterations, before and after" if config.eval.every else "before and after"
-    return f"{config.eval.episodes} fixed tasks at temperature {config.eval.temperature:g}, {when}"
+    return f"the first {config.eval.episodes} evaluation tasks at temperature {config.eval.temperature:g}, {when}"
 
 
 def _model(config: Config, device: torch.device) -> str:

@@ -150,11 +150,9 @@ def values(path: Path, records: Records, samples: Records) -> None:
         ]
         axis.axhline(0, color=FAINT, linewidth=1)
         axis.set(title="Explained variance of the returns", xlabel="iteration", ylim=(max(-1.0, axis.get_ylim()[0]), 1.0))
-        axis.text(
-            0.99, 0.02, "1: foretold exactly, 0: no better than the mean", transform=axis.transAxes, ha="right", color=FAINT, fontsize=9
-        )
+        axis.set_ylabel("1: exactly, 0: no better than their mean")
         if any(drawn):
-            axis.legend(loc="upper left")
+            axis.legend(loc="lower right")
         _write(figure, path)
 
 
@@ -315,11 +313,11 @@ def _line(
 
 
 def _smooth(y: np.ndarray, width: int = 5) -> np.ndarray:
-    """Centred mean of up to ``width`` values; symmetric and narrower at the ends, so that a trend is not shifted."""
+    """Centred mean of ``width`` values, of those there are at the ends."""
     place = np.arange(len(y))
-    half = np.minimum(np.minimum(place, len(y) - 1 - place), width // 2)
+    first, end = np.maximum(place - width // 2, 0), np.minimum(place + width // 2 + 1, len(y))
     total = np.cumsum(np.insert(y, 0, 0.0))
-    return (total[place + half + 1] - total[place - half]) / (2 * half + 1)
+    return (total[end] - total[first]) / (end - first)
 
 
 def _whole() -> MaxNLocator:

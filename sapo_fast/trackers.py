@@ -22,7 +22,7 @@ class Tracker:
     """The sinks of one run.
 
     ``resume_at``: the iteration where the run goes on; what an earlier process logged from there on is dropped, so that none is told twice.
-    ``config``: told to wandb. ValueError if ``tensorboard`` or ``wandb`` is asked for and not installed.
+    ``config``: kept in config.yaml and told to wandb. ValueError if ``tensorboard`` or ``wandb`` is asked for and not installed.
     """
 
     def __init__(
@@ -34,6 +34,10 @@ class Tracker:
         for name in ("metrics.jsonl", "values.jsonl", "episodes.jsonl"):
             _drop_from(self.run_dir / name, resume_at)
         self._write_episodes_page()
+        if config is not None:
+            from sapo_fast.config import to_yaml
+
+            _replace(self.run_dir / "config.yaml", to_yaml(config))
         self._board = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
