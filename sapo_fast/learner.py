@@ -113,6 +113,10 @@ class Learner:
             return self.loss_config
         return dataclasses.replace(self.loss_config, entropy_coef=0.0, kl_coef=self.config.value_warmup.kl_coef)
 
+    def effective_targets(self, targets: Targets, iteration: int) -> Targets:
+        """While the value warms up, no action is better than another."""
+        return _without_advantages(targets) if self.warming_up(iteration) else targets
+
     def needs_reference(self, iteration: int) -> bool:
         """Is the KL term in this iteration's loss? (While a separate critic warms up, the policy is not touched at all.)"""
         if self.warming_up(iteration) and self.critic is not None:
@@ -130,8 +134,7 @@ class Learner:
         """
         warming = self.warming_up(iteration)
         config = self.iteration_loss_config(iteration)
-        if warming:
-            targets = dataclasses.replace(targets, advantages=torch.zeros_like(targets.advantages))
+        targets = self.effective_targets(targets, iteration)
         steps: list[dict[str, float]] = []
         ratios: list[torch.Tensor] = []
         for _ in range(self.config.optim.epochs):
@@ -270,7 +273,8 @@ class Learner:
         """Norm of each loss term's own gradient at the current weights, on the first micro-batch (a backward pass a term)."""
         config = self.iteration_loss_config(iteration)
         micro = next(self._micros(batch))
-        silent = dataclasses.replace(targets, advantages=torch.zeros_like(targets.advantages))
+        targets = self.effective_targets(targets, iteration)
+        silent = _without_advantages(targets)
         off = dataclasses.replace(config, v_coef=0.0, q_coef=0.0, kl_coef=0.0, entropy_coef=0.0)
         terms = {"policy": (off, targets), "entropy": (dataclasses.replace(off, entropy_coef=config.entropy_coef), silent)}
         if self.algorithm.readout:
@@ -293,6 +297,10 @@ class Learner:
         if self.reference is not None:
             total += sum(p.numel() * p.element_size() for p in self.reference.model.parameters())
         return total
+
+
+def _without_advantages(targets: Targets) -> Targets:
+    return dataclasses.replace(targets, advantages=torch.zeros_like(targets.advantages))
 
 
 def _accumulate(total: dict[str, torch.Tensor], part: dict[str, torch.Tensor]) -> None:

@@ -63,11 +63,9 @@ class Trainer:
         config = self.config
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._resume(resume)
-        self.tracker = Tracker(
-            self.run_dir, start_iteration=self.iteration, tensorboard=config.log.tensorboard, wandb=config.log.wandb, config=config.model_dump()
-        )
-        (self.run_dir / "config.yaml").write_text(to_yaml(config))
+        self.tracker = Tracker(self.run_dir, resume_at=self.iteration, tensorboard=config.log.tensorboard, wandb=config.log.wandb, config=config)
         bar = tqdm(total=config.iterations, initial=self.iteration, desc=config.algorithm, unit="it", disable=not self.progress)
+        (self.run_dir / "config.yaml").write_text(to_yaml(config))
         shown: dict[str, float] = {}
         try:
             while self.iteration < config.iterations:
@@ -166,7 +164,8 @@ class Trainer:
     def export(self, directory: Path) -> None:
         """The policy as a plain Hugging Face model whose generation config bans w+ and w-."""
         p, loss = self.policy, self.config.loss
-        checkpoint.export_hf(p.model, p.tokenizer, p.value_token_ids, directory, r_max=loss.r_max, tau_v=loss.tau_v)
+        side = {"r_max": loss.r_max, "tau_v": loss.tau_v, "readout": loss.readout, "trained_readout": self.algorithm.readout}
+        checkpoint.export_hf(p.model, p.tokenizer, p.value_token_ids, directory, side)
 
     def save(self) -> None:
         """Checkpoint of the iterations completed, atomic."""
@@ -193,9 +192,9 @@ class Trainer:
                 "set model.value_tokens to the checkpoint's, or start anew with --resume never"
             )
         learner = self.learner
-        checkpoint.load_tensors(self.policy.model, tensors["policy"])
+        checkpoint.copy_into(checkpoint.unique_tensors(self.policy.model), tensors["policy"])
         if learner.critic is not None:
-            checkpoint.load_tensors(learner.critic, tensors["critic"])
+            checkpoint.copy_into(checkpoint.unique_tensors(learner.critic), tensors["critic"])
         for name, optimizer in learner.optimizers.items():
             checkpoint.optimizer_from_tensors(optimizer, tensors[f"optimizer_{name}"], state["optimizers"][name])
         checkpoint.set_rng_state(state["rng"])
@@ -311,8 +310,7 @@ def episode_record(trajectory: Trajectory) -> dict[str, object]:
         {"observation": t.observation, "response": t.response, "command": t.command, "reward": t.reward, "invalid": t.invalid}
         for t in trajectory.turns
     ]
-    outcome = f"{'won' if trajectory.won else 'not won'}, {trajectory.end} after {len(turns)} turns"
-    return {"task": trajectory.task_id, "outcome": outcome, "return": trajectory.total_reward, "turns": turns}
+    return {"task_id": trajectory.task_id, "won": trajectory.won, "end": trajectory.end, "return": trajectory.total_reward, "turns": turns}
 
 
 @contextlib.contextmanager

@@ -102,7 +102,7 @@ def demonstrations(episodes: Sequence, builder: PromptBuilder, tokenizer: PreTra
         history = builder.start()
         trajectory = Trajectory(task_id=episode.task_id, seed=index, won=episode.won)
         for step in episode.turns:
-            prompt = history.prompt(step.observation, {})
+            prompt = history.prompt(step.observation, step.info)
             response = tokenizer.encode(builder.format_action(step.command), add_special_tokens=False) + [end]
             trajectory.turns.append(
                 Turn(prompt_ids=prompt, response_ids=response, rollout_logprobs=[0.0] * len(response), reward=step.reward * reward_scale)
