@@ -192,7 +192,7 @@ class Data:
             self._stories.append(story)
 
     def settle(self) -> None:
-        if not self.flags:
+        if not self.flags or torch.compiler.is_compiling():  # reading data would break the graph
             return
         raised = torch.stack(self.flags).tolist()
         for up, mask, story in zip(raised, self._masks, self._stories, strict=True):
@@ -308,7 +308,7 @@ def fused_loss(
     _value_rows("q", q_rows, q_old, q_targets, device)
     _normaliser("num_tokens", num_tokens, n)
     _normaliser("num_turns", num_turns, sum(x.shape[0] for x in (v_rows, q_rows) if x is not None))
-    if not check or torch.compiler.is_compiling():
+    if not check:
         return
     data, of = Data(), "logits" if logits is not None else "hidden"
     _actions(data, action_rows, actions, pair, source, of, vocabulary)

@@ -252,7 +252,7 @@ class _LogitsGradient(torch.autograd.Function):
             add_at(column, part.rows, (c * (grad.double() / part.num_turns)).to(job.dtype))
         plus, minus = job.value_token_ids
         out[:, plus] = column
-        out[:, minus] = -column
+        out[:, minus] = 0 - column  # and not -0
         return None, out, None, None, None, None, None
 
 
