@@ -6,6 +6,9 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from sapo_fast.records import Trajectory
 from sapo_fast.rollout.episodes import EpisodeRunner
@@ -45,4 +48,34 @@ def panel_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             by_type[trajectory.task_type].append(trajectory.won)
     for task_type, results in sorted(by_type.items()):
         metrics[f"eval/{task_type}"] = sum(results) / len(results)
+    return metrics
+
+
+def evaluate_run(path: str, overrides: Sequence[str]) -> dict[str, float]:
+    """Play the evaluation panel with a run's newest weights, or with any Hugging Face model directory.
+
+    Args:
+        path: a run's folder (its config.yaml and newest checkpoint are used), or a model directory (defaults and ``overrides``).
+        overrides: ``key=value`` settings laid over the configuration, e.g. ``eval.temperature=0 eval.episodes=512``.
+    """
+    from sapo_fast import checkpoint
+    from sapo_fast.config import load_config
+    from sapo_fast.envs import make_suite
+    from sapo_fast.setup_run import build_policy, make_engine, make_runner, prompt_builder
+
+    where = Path(path).expanduser()
+    saved = where / "config.yaml"
+    config = load_config(str(saved) if saved.is_file() else None, [*([] if saved.is_file() else [f"model.path={where}"]), *overrides])
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    suite = make_suite(config.env.name, config.env.options)
+    policy = build_policy(config, suite)
+    if saved.is_file():
+        newest = checkpoint.latest(where / "checkpoints")
+        if newest is None:
+            raise ValueError(f"{where} has no checkpoint yet; train it first, or give a model directory")
+        checkpoint.copy_into(checkpoint.unique_tensors(policy.model), checkpoint.load(newest).tensors["policy"])
+    builder = prompt_builder(config, suite, policy.tokenizer)
+    runner = make_runner(config, suite, make_engine(config, policy), builder, temperature=config.eval.temperature)
+    metrics, _ = Panel(runner, suite.eval_tasks()[: config.eval.episodes]).run(progress=True)
     return metrics

@@ -63,10 +63,20 @@ class Learner:
 
     def _read(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """V or Q in reward units at these rows, from whatever holds the values in this algorithm."""
-        head, ids = (self.critic.head, Critic.value_token_ids) if self.critic is not None else (self.policy.lm_head()[0], self.policy.value_token_ids)
+        if self.critic is not None:
+            head, bias, ids = self.critic.head, None, Critic.value_token_ids
+        else:
+            (head, bias), ids = self.policy.lm_head(), self.policy.value_token_ids
         loss = self.config.loss
         values = read_values(
-            hidden=hidden, lm_head=head, value_token_ids=ids, rows=rows, r_max=loss.r_max, tau_v=loss.tau_v, readout=loss.readout
+            hidden=hidden,
+            lm_head=head,
+            lm_head_bias=bias,
+            value_token_ids=ids,
+            rows=rows,
+            r_max=loss.r_max,
+            tau_v=loss.tau_v,
+            readout=loss.readout,
         )
         return values.cpu()
 

@@ -93,7 +93,8 @@ def test_same_loss_and_gradients_however_arranged(seed):
         got, other = loss_and_grads(model, order, data, **how)
         assert got == pytest.approx(want, rel=1e-10), how
         for a, b in zip(grads, other, strict=True):
-            assert torch.allclose(a, b, rtol=1e-8, atol=1e-11), how
+            # The model's RMSNorm works in float32 whatever its weights are in, and its backward rounds with the arrangement.
+            assert (a - b).abs().max() < 2e-6 * a.abs().max().clamp(min=1e-3), how
 
 
 def test_merging_computes_each_token_once():
