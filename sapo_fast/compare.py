@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -128,15 +127,21 @@ def _run_all(waiting: list[_Run], jobs: int) -> list[_Run]:
             bar.n = sum(run.iterations_done() for run in waiting)
             bar.refresh()
     finally:
-        for run in active:
-            run.process.send_signal(signal.SIGTERM)
-        for run in active:
-            try:
-                run.process.wait(_SAVE_SECONDS)
-            except subprocess.TimeoutExpired:
-                run.process.kill()
+        _end(active)
         bar.close()
     return failed
+
+
+def _end(active: list[_Run]) -> None:
+    """Let the runs save their checkpoints; kill those that take too long, and all of them at a second Ctrl-C."""
+    for run in active:
+        run.process.terminate()
+    try:
+        for run in active:
+            run.process.wait(_SAVE_SECONDS)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        for run in active:
+            run.process.kill()
 
 
 def _start(run: _Run) -> _Run:
