@@ -60,9 +60,7 @@ def monte_carlo_returns(batch: RolloutBatch, gamma: float) -> torch.Tensor:
 def _turn_targets(batch: RolloutBatch, old: OldPolicy, config: Config) -> Targets:
     """Turn-level GAE on V; lambda-return and SARSA targets (method: Targets)."""
     a = config.advantage
-    found = turn_gae(
-        batch.rewards, old.v, old.q, cu_turns=batch.cu_turns, gamma=a.gamma, lam=a.lam, lam_v=a.lam_v, bootstrap=old.bootstrap
-    )
+    found = turn_gae(batch.rewards, old.v, old.q, cu_turns=batch.cu_turns, gamma=a.gamma, lam=a.lam, lam_v=a.lam_v, bootstrap=old.bootstrap)
     turn_advantages = normalize_advantages(found.advantages, invalid=batch.invalid, invalid_penalty=a.invalid_penalty, min_std=a.min_std)
     return Targets(batch.to_tokens(turn_advantages), found.v_targets, found.q_targets)
 

@@ -134,7 +134,13 @@ class Learner:
         return self.iteration_loss_config(iteration).kl_coef > 0
 
     def update(
-        self, batch: RolloutBatch, old: OldPolicy, targets: Targets, reference: torch.Tensor | None, iteration: int, generator: torch.Generator
+        self,
+        batch: RolloutBatch,
+        old: OldPolicy,
+        targets: Targets,
+        reference: torch.Tensor | None,
+        iteration: int,
+        generator: torch.Generator,
     ) -> tuple[dict[str, float], torch.Tensor]:
         """All minibatches and epochs of one iteration.
 
@@ -272,7 +278,9 @@ class Learner:
             log.warning("gradient norm is %s: optimizer step skipped (%d in a row)", norm, self.skipped_in_a_row)
         optimizer.zero_grad(set_to_none=True)
         if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
-            raise RuntimeError(f"{MAX_SKIPPED_STEPS} optimizer steps in a row had a non-finite gradient; lower optim.lr, or look at the last episodes")
+            raise RuntimeError(
+                f"{MAX_SKIPPED_STEPS} optimizer steps in a row had a non-finite gradient; lower optim.lr, or look at the last episodes"
+            )
         return norm if finite else None
 
     # ---- diagnosis ------------------------------------------------------------------------------------------------------------------
@@ -295,7 +303,9 @@ class Learner:
         norms = {}
         params = self.policy.parameters()
         for name, (term_config, term_targets) in terms.items():
-            out = self.policy_loss(micro, old, term_targets, reference, term_config, max(1, micro.actions.numel()), max(1, micro.turn_index.numel()))
+            out = self.policy_loss(
+                micro, old, term_targets, reference, term_config, max(1, micro.actions.numel()), max(1, micro.turn_index.numel())
+            )
             grads = torch.autograd.grad(out.loss, params, allow_unused=True)
             norms[name] = torch.nn.utils.get_total_norm([g for g in grads if g is not None]).item()
         return norms

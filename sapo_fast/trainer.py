@@ -63,7 +63,9 @@ class Trainer:
         config = self.config
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._resume(resume)
-        self.tracker = Tracker(self.run_dir, resume_at=self.iteration, tensorboard=config.log.tensorboard, wandb=config.log.wandb, config=config)
+        self.tracker = Tracker(
+            self.run_dir, resume_at=self.iteration, tensorboard=config.log.tensorboard, wandb=config.log.wandb, config=config
+        )
         bar = tqdm(total=config.iterations, initial=self.iteration, desc=config.algorithm, unit="it", disable=not self.progress)
         (self.run_dir / "config.yaml").write_text(to_yaml(config))
         shown: dict[str, float] = {}

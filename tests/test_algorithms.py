@@ -6,12 +6,14 @@ import torch
 from sapo_fast.algorithms import ALGORITHMS, OldPolicy, monte_carlo_returns
 from sapo_fast.batch import build_rows
 from sapo_fast.config import Config
-from sapo_fast.reference import turn_gae as reference_gae
 from sapo_fast.records import Trajectory, Turn
+from sapo_fast.reference import turn_gae as reference_gae
 
 
 def episode(name, rewards, lengths, invalid=(), group=0):
-    turns = [Turn([1, 2], [3] * n, [0.0] * n, reward=r, invalid=t in invalid) for t, (r, n) in enumerate(zip(rewards, lengths, strict=True))]
+    turns = [
+        Turn([1, 2], [3] * n, [0.0] * n, reward=r, invalid=t in invalid) for t, (r, n) in enumerate(zip(rewards, lengths, strict=True))
+    ]
     return Trajectory(name, 0, turns, group=group)
 
 
@@ -52,7 +54,12 @@ def test_ppo_token_gives_every_response_the_whole_episodes_reward():
 
 def test_grpo_compares_within_its_group():
     batch = build_rows(
-        [episode("a", [0, 10], [1, 2], group=0), episode("a", [0], [1], group=0), episode("b", [10], [2], group=1), episode("b", [10], [1], group=1)],
+        [
+            episode("a", [0, 10], [1, 2], group=0),
+            episode("a", [0], [1], group=0),
+            episode("b", [10], [2], group=1),
+            episode("b", [10], [1], group=1),
+        ],
         merge=False,
     )
     found = ALGORITHMS["grpo"].targets(batch, OldPolicy(torch.zeros(7)), config())

@@ -26,7 +26,15 @@ def random_trajectories(seed, count=5, merge_chance=0.6, max_turns=5):
         turns, context = [], ids(rng, 2, 9)
         for _ in range(rng.randint(0 if b else 1, max_turns)):
             response = ids(rng, 1, 6)
-            turns.append(Turn(list(context), response, [-1.0 - rng.random() for _ in response], reward=rng.choice([0.0, 10.0]), invalid=rng.random() < 0.2))
+            turns.append(
+                Turn(
+                    list(context),
+                    response,
+                    [-1.0 - rng.random() for _ in response],
+                    reward=rng.choice([0.0, 10.0]),
+                    invalid=rng.random() < 0.2,
+                )
+            )
             context = context + response + ids(rng, 1, 5) if rng.random() < merge_chance else ids(rng, 2, 9)
         end = rng.choice(["terminated", "truncated"])
         out.append(Trajectory(f"t{b}", b, turns, end=end, final_prompt_ids=context if end == "truncated" else None))
@@ -41,9 +49,7 @@ def per_turn_data(trajectories, seed):
         for t, turn in enumerate(trajectory.turns):
             n = len(turn.response_ids)
             draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
-            data[trajectory.task_id, t] = {
-                "old": draw(n) * 0.3 - 3, "ref": draw(n) * 0.3 - 3, "adv": draw(1), "v": draw(4)
-            }
+            data[trajectory.task_id, t] = {"old": draw(n) * 0.3 - 3, "ref": draw(n) * 0.3 - 3, "adv": draw(1), "v": draw(4)}
     return data
 
 

@@ -81,7 +81,6 @@ class Critic(nn.Module):
         return packed_hidden(self.model, micro.input_ids, micro.position_ids, micro.cu_seqlens, micro.max_seqlen)
 
 
-
 def resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -90,7 +89,9 @@ def resolve_device(device: str) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"model.device must name a torch device, got {device!r}: {error}") from error
     if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"model.device is {device!r} but torch sees no CUDA device; use model.device=cpu, or install a CUDA build of torch")
+        raise ValueError(
+            f"model.device is {device!r} but torch sees no CUDA device; use model.device=cpu, or install a CUDA build of torch"
+        )
     return resolved
 
 

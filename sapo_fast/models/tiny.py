@@ -129,7 +129,13 @@ def warm_start_loss(
         target = returns[micro.turn_index] / r_max
         for value_rows in (micro.v_rows, micro.q_rows):
             value = read_values(
-                hidden=hidden, lm_head=weight, value_token_ids=policy.value_token_ids, rows=value_rows, r_max=r_max, tau_v=tau_v, readout="linear"
+                hidden=hidden,
+                lm_head=weight,
+                value_token_ids=policy.value_token_ids,
+                rows=value_rows,
+                r_max=r_max,
+                tau_v=tau_v,
+                readout="linear",
             )
             loss = loss + value_coef * (value / r_max - target).square().mean()
     return loss
@@ -167,7 +173,13 @@ def warm_start(config: Config, suite, builder_for, *, progress: bool = True) -> 
         done = step / max(1, settings.steps)
         optimizer.param_groups[0]["lr"] = settings.lr * min(1.0, (step + 1) / 50) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
         loss = warm_start_loss(
-            policy, micros.pop().to(device), batch, returns, r_max=config.loss.r_max, tau_v=config.loss.tau_v, value_coef=settings.value_coef
+            policy,
+            micros.pop().to(device),
+            batch,
+            returns,
+            r_max=config.loss.r_max,
+            tau_v=config.loss.tau_v,
+            value_coef=settings.value_coef,
         )
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -224,5 +236,3 @@ def load_or_train(config: Config, suite, builder_for, *, progress: bool = True) 
         log.info("warm start: found in the cache at %s", where)
     # Loaded from disk in both cases, so that a first run and a cached one start from the same bytes.
     return load_policy(config.model.model_copy(update={"path": str(where)}))
-
-
