@@ -71,6 +71,7 @@ def as_logits(p: dict[str, Any]) -> dict[str, Any]:
 
 
 WIDE = ("logits", "hidden", "lm_head", "lm_head_bias")
+FORMS = {"hidden": lambda p: p, "logits": as_logits}
 
 
 def cast(p: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

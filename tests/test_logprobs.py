@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from helpers_ops import HALF_FLOOR, WIDE, as_logits, cast, error, problem, up
+from helpers_ops import FORMS, HALF_FLOOR, WIDE, as_logits, cast, error, problem, up
 
 from sapo_fast import fused_loss, reference, row_pass, token_logprobs
 
-FORMS = {"hidden": lambda p: p, "logits": as_logits}
 KEYS = (*WIDE, "value_token_ids", "action_rows", "actions")
 
 
