@@ -41,6 +41,7 @@ inline void check_inputs(const Tensor& rewards, const Tensor& values, const Opti
   STD_TORCH_CHECK(offsets.numel() >= 1, "offsets must have at least one entry");
   const ScalarType wide = offsets.scalar_type() == ScalarType::Int ? ScalarType::Int : ScalarType::Long;
   check_vector("offsets", offsets, wide, offsets.numel(), rewards);
+  STD_TORCH_CHECK(total == 0 || offsets.numel() > 1, "offsets name no trajectory, but there are ", total, " turns");
   if (bootstrap) check_vector("bootstrap", *bootstrap, ScalarType::Float, offsets.numel() - 1, rewards);
 }
 
