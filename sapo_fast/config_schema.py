@@ -80,6 +80,7 @@ class PromptSection(Section):
         "full", description="full: append-only, turns merge into one row; window: the last turns only, as in the papers"
     )
     window: int = Field(2, ge=0, description="turns shown with history=window")
+    restate_task: bool = Field(False, description="history=full: end every user message with the task, so that a small model need not look back for it")
     think: bool = Field(False, description="ask for `<think>...</think>` before the action")
     action_tags: bool = Field(False, description="ask for `<action>...</action>`")
     admissible: bool = Field(False, description="list the admissible commands in the prompt")

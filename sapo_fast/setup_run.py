@@ -22,6 +22,7 @@ def prompt_builder(config: Config, suite: TaskSuite, tokenizer: PreTrainedTokeni
         system_prompt=suite.system_prompt,
         history=p.history,
         window=p.window,
+        restate_task=p.restate_task,
         think=p.think,
         action_tags=p.action_tags,
         admissible=p.admissible,

@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerBase:
+def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerBase:
     """A byte-level BPE on the environment's own text: its words become single tokens, and any other text still encodes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -92,6 +92,17 @@ def build_model(tokenizer: PreTrainedTokenizerBase, max_positions: int, seed: in
             torch.nn.init.normal_(block.self_attn.o_proj.weight, std=0.2 * HIDDEN**-0.5)
             torch.nn.init.normal_(block.mlp.down_proj.weight, std=0.2 * MLP**-0.5)
     return model.float()
+
+
+def rendered(episodes: Sequence, builder: PromptBuilder) -> Iterator[str]:
+    """The texts that the model will see and write, as the prompts word them."""
+    for episode in episodes:
+        history = builder.start()
+        for step in episode.turns:
+            history.prompt(step.observation, step.info)
+            yield history.shown
+            yield builder.format_action(step.command)
+            history.respond([builder.end_ids[0]], step.command)
 
 
 def demonstrations(episodes: Sequence, builder: PromptBuilder, tokenizer: PreTrainedTokenizerBase, reward_scale: float) -> list[Trajectory]:
@@ -152,8 +163,7 @@ def warm_start(config: Config, suite, builder_for, *, progress: bool = True) -> 
 
     settings = config.warm_start
     episodes = list(suite.expert_episodes(settings.episodes, seed=settings.seed, max_turns=config.env.max_turns, noise=settings.expert))
-    texts = [s.observation + "\n" + s.command for e in episodes for s in e.turns] + [suite.system_prompt]
-    tokenizer = train_tokenizer(texts)
+    tokenizer = train_tokenizer(rendered(episodes[:1000], builder_for(train_tokenizer([]))))
     device = resolve_device(config.model.device)
     model = build_model(tokenizer, max(config.rollout.max_context_tokens, 2048), settings.seed).to(device)
     # The readout is trained here, so its rows start equal (V = 0) and are kept afterwards.

@@ -36,7 +36,8 @@ class PromptBuilder:
     """Prompts and parsing for one tokenizer and one family of tasks.
 
     tokenizer: with a chat template. system_prompt: what the model is told once (``full``: a system message where the template has
-    one, else the head of the first user message; ``window``: the head of every user message). think: the response must reason in
+    one, else the head of the first user message; ``window``: the head of every user message). restate_task: under ``full``, end every user message with the task, as
+    ``window`` does, so that a small model need not look back for it. think: the response must reason in
     <think></think>. action_tags: the command stands in <action></action>; otherwise the whole response (after </think>) is the
     command. admissible: list ``info["admissible_commands"]``. invalid_rule: "format", or "admissible": a command outside that
     list is invalid too. chat_template_kwargs: extra variables of the template (such as enable_thinking).
@@ -53,6 +54,7 @@ class PromptBuilder:
         system_prompt: str = "",
         history: Literal["full", "window"] = "full",
         window: int = 2,
+        restate_task: bool = False,
         think: bool = False,
         action_tags: bool = False,
         admissible: bool = False,
@@ -69,7 +71,8 @@ class PromptBuilder:
             raise ValueError("the tokenizer has no chat template; use an instruction-tuned model, or set tokenizer.chat_template")
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt.strip()
-        self.history, self.window, self.think, self.action_tags = history, window, think, action_tags
+        self.history, self.window, self.restate_task = history, window, restate_task
+        self.think, self.action_tags = think, action_tags
         self.admissible, self.invalid_rule = admissible, invalid_rule
         self._template_kwargs = dict(chat_template_kwargs or {})
         special = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
@@ -229,12 +232,13 @@ class History:
         if not self._past:
             head = [] if b._has_system else [b.system_prompt]
             head += [self._task(info), b.instruction()]
-        return "\n".join(line for line in (*head, self._observation, b.admissible_line(info)) if line)
+        again = self._task(info) if b.restate_task and self._past else ""
+        return "\n".join(line for line in (*head, self._observation, again, b.admissible_line(info)) if line)
 
     def _task(self, info: Mapping[str, Any]) -> str:
         """The task in words, unless the current observation states it."""
         task = self._builder.defuse(str(info.get("task") or ""))
-        return f"Your task: {task}" if task and task not in (self._observation or "") else ""
+        return f"Task: {task}" if task and task not in (self._observation or "") else ""
 
     def _windowed(self, info: Mapping[str, Any]) -> str:
         b = self._builder
