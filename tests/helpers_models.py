@@ -36,6 +36,8 @@ def tiny_model(
             for p in model.parameters():  # larger than the default, so that attention and the distribution are far from uniform
                 if p.ndim == 2:
                     p.normal_(std=0.25)
+        for layer in model.model.layers:  # not SDPA's own default, so that a model's scale must be handed on
+            layer.self_attn.scaling = 0.3
     return model
 
 

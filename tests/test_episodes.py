@@ -42,7 +42,8 @@ class Env:
             raise KeyboardInterrupt
         reward = float("nan") if self.kind == "nan" and last else 0.5 if last else 0.25
         stops = last and self.kind != "cut"
-        return f"step {self.steps}", reward, stops, last and self.kind == "cut", {"won": stops, "task_type": self.kind, **self.suite.info}
+        said = b"bytes" if self.kind == "bytes" and last else f"step {self.steps}"
+        return said, reward, stops, last and self.kind == "cut", {"won": stops, "task_type": self.kind, **self.suite.info}
 
     def close(self):
         self.closed = True
@@ -143,6 +144,12 @@ def test_crashes_end_their_own_episode(caplog):
 def test_all_crash():
     runner = runner_for(Suite(), looking(tiny_tokenizer()))
     assert [t.end for t in runner.run([("crash-0", i, i) for i in range(5)])] == ["crashed"] * 5
+
+
+def test_an_answer_that_is_no_text_is_a_crash():
+    tokenizer = tiny_tokenizer()
+    bad, good = runner_for(Suite(), looking(tokenizer), tokenizer).run([("bytes-2", 1, 0), ("win-2", 2, 1)])
+    assert (bad.end, bad.error) == ("crashed", "TypeError: the observation must be text, got bytes") and good.won
 
 
 def test_truncation_and_termination_at_the_limit():

@@ -9,7 +9,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,13 @@ class _Live:
     trajectory: Trajectory
     info: dict[str, Any]
     prompt_ids: list[int]
+
+
+def _checked(observation: str, info: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What an environment returned, with an ``info`` of our own: the environment may change its dictionary later."""
+    if not isinstance(observation, str):
+        raise TypeError(f"the observation must be text, got {type(observation).__name__}")
+    return observation, dict(info)
 
 
 class EpisodeRunner:
@@ -154,7 +161,7 @@ class EpisodeRunner:
         env = self._idle.pop() if self._idle else self.suite.make()
         began = time.perf_counter()
         try:
-            observation, info = env.reset(seed=seed, options={"task": task_id})
+            observation, info = _checked(*env.reset(seed=seed, options={"task": task_id}))
         except Exception as error:  # whatever an environment raises ends its own episode only
             self._crash(trajectory, env, error)
             return trajectory, None
@@ -216,6 +223,7 @@ class EpisodeRunner:
         began = time.perf_counter()
         try:
             observation, raw_reward, terminated, truncated, info = episode.env.step(parsed.command)
+            observation, info = _checked(observation, info)
             reward = float(raw_reward)
         except Exception as error:  # whatever an environment raises ends its own episode only
             self._crash(trajectory, episode.env, error)
