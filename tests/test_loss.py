@@ -172,11 +172,11 @@ def test_probability_one_keeps_its_digits():
     out = fused_loss(**at, old_logprobs=None, advantages=torch.tensor([1.0]), config=LossConfig(kl_coef=0, entropy_coef=0))
     out.loss.backward()
     tiny = math.exp(-gap)
-    assert float(out.logprobs) == pytest.approx(-tiny, rel=1e-6)
-    assert float(out.entropy) == pytest.approx(tiny * (1 + gap), rel=1e-6)
-    assert z.grad[0, 0] == pytest.approx(-tiny, rel=1e-6) and z.grad[0, 1] == pytest.approx(tiny, rel=1e-6)
+    assert float(out.logprobs) == pytest.approx(-tiny, rel=1e-6, abs=0)
+    assert float(out.entropy) == pytest.approx(tiny * (1 + gap), rel=1e-6, abs=0)
+    assert z.grad[0, 0] == pytest.approx(-tiny, rel=1e-6, abs=0) and z.grad[0, 1] == pytest.approx(tiny, rel=1e-6, abs=0)
     h = torch.autograd.grad(token_logprobs(**at)[1], z)[0]
-    assert h[0, 1] == pytest.approx(gap * tiny, rel=1e-5) and h[0, 0] == pytest.approx(-gap * tiny, rel=1e-5)
+    assert h[0, 1] == pytest.approx(gap * tiny, rel=1e-5, abs=0) and h[0, 0] == pytest.approx(-gap * tiny, rel=1e-5, abs=0)
 
 
 def test_the_policy_never_reads_the_value_tokens():

@@ -225,3 +225,14 @@ def test_compiles_without_a_break(form):
     loss = torch.compile(lambda x: fused_loss(**{**p, key: x}).loss, fullgraph=True, backend="aot_eager")(x)
     loss.backward()
     assert torch.equal(loss.detach(), right["loss"]) and error(x.grad, right[f"d_{key}"]) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_in_place_with_repeated_rows(dtype, monkeypatch):
+    """A row that comes again in a later block must not be read after it was overwritten."""
+    p = cast(as_logits(problem(19, T=5, N=23)), dtype)
+    monkeypatch.setitem(row_pass.BLOCK_BYTES, "cpu", 2 * 37 * 8)
+    right = run(fused_loss, p)["d_logits"]
+    base = p["logits"].clone().requires_grad_()
+    fused_loss(**{**p, "logits": base * 1.0}, inplace=True).loss.backward()
+    assert torch.equal(base.grad, right)
