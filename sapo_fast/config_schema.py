@@ -51,8 +51,8 @@ class WarmStartSection(Section):
     """The embedded model's pre-training on the imperfect expert's episodes (all tokens, V and Q on the returns); model.path=tiny only."""
 
     episodes: int = Field(3000, ge=1, description="expert episodes generated")
-    steps: int = Field(400, ge=0, description="optimizer steps")
-    batch_tokens: int = Field(8192, ge=64, description="tokens a step, before packing")
+    steps: int = Field(1200, ge=0, description="optimizer steps")
+    batch_tokens: int = Field(2048, ge=64, description="tokens a step, before packing")
     lr: float = Field(3e-3, gt=0, description="peak learning rate")
     value_coef: float = Field(
         0.5, ge=0, description="weight of the V and Q regression on the demonstrations' discounted returns; 0 leaves the value cold"
