@@ -134,13 +134,13 @@ def test_windowed_prompt():
         history.prompt(f"room {number}", info)
         if number == 1:
             assert history.shown == (
-                "You play.\nYour task: find the lamp\nCurrent observation: room 1\nAdmissible actions: 'look', 'go north'.\n"
+                "You play.\nTask: find the lamp\nCurrent observation: room 1\nAdmissible actions: 'look', 'go north'.\n"
                 "First reason step by step inside <think> </think>. Then give one action inside <action> </action>."
             )
         history.respond([5, 2], f"go {number}")
     prompt = history.prompt("room 4", info)
     assert history.shown == (
-        "You play.\nYour task: find the lamp\nSteps taken so far: 3.\nObservation 2: 'room 2' Action 2: 'go 2'\n"
+        "You play.\nTask: find the lamp\nSteps taken so far: 3.\nObservation 2: 'room 2' Action 2: 'go 2'\n"
         "Observation 3: 'room 3' Action 3: 'go 3'\nYou are now at step 4.\nCurrent observation: room 4\n"
         "Admissible actions: 'look', 'go north'.\n"
         "First reason step by step inside <think> </think>. Then give one action inside <action> </action>."
@@ -158,10 +158,16 @@ def test_full_history_says_task_and_format_once():
     history = builder.start()
     info = {"task": "find the lamp", "admissible_commands": ["look"]}
     history.prompt("a room", info)
-    assert history.shown == "Your task: find the lamp\nGive one action inside <action> </action>.\na room\nAdmissible actions: 'look'."
+    assert history.shown == "Task: find the lamp\nGive one action inside <action> </action>.\na room\nAdmissible actions: 'look'."
     history.respond([2], "look")
     history.prompt("a lamp", info)
     assert history.shown == "a lamp\nAdmissible actions: 'look'."
+    again = PromptBuilder(tiny_tokenizer(), restate_task=True, admissible=True).start()
+    again.prompt("a room . find the lamp", info)
+    assert again.shown == "a room . find the lamp\nAdmissible actions: 'look'."
+    again.respond([2], "look")
+    again.prompt("a lamp", info)
+    assert again.shown == "a lamp\nTask: find the lamp\nAdmissible actions: 'look'."
     stated = PromptBuilder(tiny_tokenizer()).start()
     stated.prompt("a room . task : find the lamp", info)
     assert stated.shown == "a room . task : find the lamp"

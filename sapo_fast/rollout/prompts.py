@@ -36,11 +36,12 @@ class PromptBuilder:
     """Prompts and parsing for one tokenizer and one family of tasks.
 
     tokenizer: with a chat template. system_prompt: what the model is told once (``full``: a system message where the template has
-    one, else the head of the first user message; ``window``: the head of every user message). restate_task: under ``full``, end every user message with the task, as
-    ``window`` does, so that a small model need not look back for it. think: the response must reason in
-    <think></think>. action_tags: the command stands in <action></action>; otherwise the whole response (after </think>) is the
-    command. admissible: list ``info["admissible_commands"]``. invalid_rule: "format", or "admissible": a command outside that
-    list is invalid too. chat_template_kwargs: extra variables of the template (such as enable_thinking).
+    one, else the head of the first user message; ``window``: the head of every user message). restate_task: under ``full``, every
+    user message after the first ends with the task too, so that a small model need not look back for it (``window`` always states
+    it). think: the response must reason in <think></think>. action_tags: the command stands in <action></action>; otherwise the
+    whole response (after </think>) is the command. admissible: list ``info["admissible_commands"]``. invalid_rule: "format", or
+    "admissible": a command outside that list is invalid too. chat_template_kwargs: extra variables of the template (such as
+    enable_thinking).
 
     ``end_ids``: ids that end a turn: the template's end-of-turn token and the tokenizer's eos.
 
