@@ -57,6 +57,13 @@ def monte_carlo_returns(batch: RolloutBatch, gamma: float) -> torch.Tensor:
     return turn_gae(batch.rewards, torch.zeros_like(batch.rewards), cu_turns=batch.cu_turns, gamma=gamma, lam=1.0).advantages
 
 
+def value_returns(batch: RolloutBatch, algorithm: Algorithm, config: Config) -> torch.Tensor:
+    """What this method's values estimate, as it turned out: [T] discounted return from each turn, or [N] the episode's reward at each token."""
+    if algorithm.token_values:
+        return batch.to_tokens(_episode_returns(batch))
+    return monte_carlo_returns(batch, config.advantage.gamma)
+
+
 def _turn_targets(batch: RolloutBatch, old: OldPolicy, config: Config) -> Targets:
     """Turn-level GAE on V; lambda-return and SARSA targets (method: Targets)."""
     a = config.advantage

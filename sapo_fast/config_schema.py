@@ -147,9 +147,10 @@ class OptimSection(Section):
 
 
 class ValueWarmupSection(Section):
-    """First iterations that train the value alone (docs/method.md, What goes wrong)."""
+    """Values before the first policy step (docs/method.md, What goes wrong)."""
 
-    iterations: int = Field(5, ge=0, description="how many; 0: none")
+    fit_readout: bool = Field(True, description="fit the value rows to the first batch's returns by ridge regression; the policy does not move")
+    iterations: int = Field(5, ge=0, description="iterations that train the value alone; 0: none")
     kl_coef: float = Field(
         1.0, ge=0, description="weight of KL to the frozen policy while warming up: the shared backbone must not move the policy"
     )

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from sapo_fast.algorithms import Algorithm, OldPolicy, Targets
+from sapo_fast.algorithms import Algorithm, OldPolicy, Targets, value_returns
 from sapo_fast.batch import MicroBatch, RolloutBatch, micro_batches, minibatches
 from sapo_fast.config import Config
 from sapo_fast.logprobs import token_logprobs
 from sapo_fast.loss import MAX_METRICS, LossConfig, LossOutput, fused_loss
 from sapo_fast.models.load import Critic, Policy
+from sapo_fast.readout_fit import ReadoutFit
 from sapo_fast.value_tokens import read_values
 
 log = logging.getLogger("sapo_fast")
@@ -111,6 +112,31 @@ class Learner:
         for micro in self._micros(batch):
             out[micro.token_index.cpu()] = self._score(self.reference, micro, self.reference.hidden(micro))
         return out
+
+    @torch.no_grad()
+    def fit_readout(self, batch: RolloutBatch) -> float:
+        """Set the value rows by ridge regression on this batch's returns; the policy does not move. Returns the explained variance, held out."""
+        loss, per_token = self.config.loss, self.algorithm.token_values
+        returns = value_returns(batch, self.algorithm, self.config)
+        head, bias = (self.critic.head, None) if self.critic is not None else self.policy.lm_head()
+        plus, minus = Critic.value_token_ids if self.critic is not None else self.policy.value_token_ids
+        fit = ReadoutFit(head.shape[1], head.device)
+        owner = torch.arange(len(batch.trajectories)).repeat_interleave(batch.cu_turns.diff())
+        owner = batch.to_tokens(owner) if per_token else owner
+        for micro in self._micros(batch):
+            hidden = (self.policy if self.critic is None else self.critic).hidden(micro)
+            index = (micro.token_index if per_token else micro.turn_index).cpu()
+            targets = (returns[index] / loss.r_max * loss.tau_v).to(head.device)
+            both = [micro.v_rows, micro.q_rows] if self.algorithm.readout else [micro.action_rows if per_token else micro.v_rows]
+            for rows in both:
+                fit.add(hidden[rows], targets, owner[index].to(head.device))
+        direction, explained = fit.solve(head[plus] - head[minus])
+        middle = (head[plus] + head[minus]) / 2
+        head[plus] = middle + (direction / 2).to(head.dtype)
+        head[minus] = middle - (direction / 2).to(head.dtype)
+        if bias is not None:
+            bias[minus] = bias[plus]
+        return explained
 
     # ---- update ---------------------------------------------------------------------------------------------------------------------
 

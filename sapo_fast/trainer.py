@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from sapo_fast import checkpoint
-from sapo_fast.algorithms import ALGORITHMS, OldPolicy, Targets, monte_carlo_returns
+from sapo_fast.algorithms import ALGORITHMS, Algorithm, OldPolicy, Targets, monte_carlo_returns, value_returns
 from sapo_fast.batch import RolloutBatch, build_rows
 from sapo_fast.config import Config, to_yaml
 from sapo_fast.envs import make_suite
@@ -119,6 +119,9 @@ class Trainer:
         metrics = rollout_metrics(batch) | self._engine_metrics()
         if not batch.num_turns:
             raise RuntimeError(f"iteration {iteration}: no episode took a single turn ({trajectories[0].error}); nothing can be learned")
+        if iteration == 0 and config.value_warmup.fit_readout and (self.algorithm.readout or self.algorithm.critic):
+            with self.phase("fit_readout"):
+                metrics["value/fit_explained_variance"] = learner.fit_readout(batch)
         with self.phase("evaluate_policy"):
             old = learner.evaluate(batch)
         reference = None
@@ -126,7 +129,7 @@ class Trainer:
             with self.phase("reference"):
                 reference = learner.reference_logprobs(batch)
         targets = self.algorithm.targets(batch, old, config)
-        metrics |= value_metrics(batch, old, self.algorithm.token_values, config)
+        metrics |= value_metrics(batch, old, self.algorithm, config)
         every = config.log.term_grad_norms_every
         if every and iteration % every == 0:
             with self.phase("diagnosis"):
@@ -243,15 +246,12 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     }
 
 
-def value_metrics(batch: RolloutBatch, old: OldPolicy, token_values: bool, config: Config) -> dict[str, float]:
+def value_metrics(batch: RolloutBatch, old: OldPolicy, algorithm: Algorithm, config: Config) -> dict[str, float]:
     """How well the values that played foretold the returns, and how far the engine's log-probs are from the trainer's own."""
     metrics = {"rollout/logprob_gap_max": (batch.rollout_logprobs - old.logprobs).abs().max().item()}
     if old.v is None:
         return metrics
-    returns = monte_carlo_returns(batch, config.advantage.gamma)
-    v = old.v[batch.cu_tokens[:-1]] if token_values else old.v
-    if token_values:  # ppo_token's value estimates the undiscounted episode reward
-        returns = torch.tensor([t.total_reward for t in batch.trajectories]).repeat_interleave(batch.cu_turns.diff())
+    returns, v = value_returns(batch, algorithm, config), old.v
     metrics["value/explained_variance"] = explained_variance(v, returns)
     metrics["value/mean"] = v.mean().item()
     metrics["value/return_mean"] = returns.mean().item()
