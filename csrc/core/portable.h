@@ -1,10 +1,10 @@
-// What lets one header serve g++, nvcc and the CPU emulator of the tests.
+// What lets one header serve g++ and nvcc.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
-#if defined(__CUDACC__) || defined(SAPO_EMULATED)
+#if defined(__CUDACC__)
 #define SAPO_HD __host__ __device__ __forceinline__
 #else
 #define SAPO_HD inline

@@ -103,8 +103,9 @@ inline void sarsa_targets(const Problem& p, int64_t begin, int64_t end, double q
   int64_t t = end - 1;
   p.q_targets[t] = static_cast<float>(sarsa_target<double>(p.rewards[t], q_next, p.gamma));
 #if defined(SAPO_VECTORS)
-  const SplitConstant gamma(p.gamma);
-  for (; t - kLanes >= begin; t -= kLanes) gamma.times_plus(p.q_values + t - kLanes + 1, p.rewards + t - kLanes, p.q_targets + t - kLanes);
+  for (; t - kLanes >= begin; t -= kLanes) {
+    store(p.q_targets + t - kLanes, sarsa_target(load(p.rewards + t - kLanes), load(p.q_values + t - kLanes + 1), splat(p.gamma)));
+  }
 #endif
   for (--t; t >= begin; --t) p.q_targets[t] = static_cast<float>(sarsa_target<double>(p.rewards[t], p.q_values[t + 1], p.gamma));
 }

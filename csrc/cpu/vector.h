@@ -16,7 +16,6 @@ namespace sapo::cpu::SAPO_ISA {
 
 inline constexpr int kLanes = 4;
 using Doubles = __m256d;  // gcc and clang give it + - * and indexing
-using Floats = __m128;
 
 SAPO_INLINE Doubles splat(double x) { return _mm256_set1_pd(x); }
 SAPO_INLINE Doubles load(const float* from) { return _mm256_cvtps_pd(_mm_loadu_ps(from)); }
@@ -36,18 +35,6 @@ SAPO_INLINE int count(Doubles flags) { return __builtin_popcount(_mm256_movemask
 // x[2], x[3], 0, 0 and x[1], x[2], x[3], 0
 SAPO_INLINE Doubles shift_two(Doubles x) { return _mm256_permute2f128_pd(x, x, 0x81); }
 SAPO_INLINE Doubles shift_one(Doubles x) { return _mm256_shuffle_pd(x, shift_two(x), 0b0101); }
-
-// constant * x + y on float32: with the constant in two float32 parts and fused multiply-add nothing is lost that the result would keep.
-struct SplitConstant {
-  Floats high, low;
-
-  explicit SplitConstant(double x) : high(_mm_set1_ps(static_cast<float>(x))), low(_mm_set1_ps(static_cast<float>(x - static_cast<float>(x)))) {}
-
-  SAPO_INLINE void times_plus(const float* x, const float* y, float* out) const {
-    const Floats times = _mm_loadu_ps(x);
-    _mm_storeu_ps(out, _mm_fmadd_ps(high, times, _mm_fmadd_ps(low, times, _mm_loadu_ps(y))));
-  }
-};
 
 }  // namespace sapo::cpu::SAPO_ISA
 

@@ -33,7 +33,7 @@ __device__ __forceinline__ unsigned add_acquire_release(unsigned* to, unsigned x
 __device__ __forceinline__ void store_payload(double* to, double x) { __stcg(to, x); }
 __device__ __forceinline__ double load_payload(const double* from) { return __ldcg(from); }
 
-__device__ __forceinline__ void pause() { __nanosleep(20); }
+__device__ __forceinline__ void spin_pause() { __nanosleep(20); }
 
 }  // namespace sapo::cuda
 

@@ -265,7 +265,7 @@ __device__ __forceinline__ Maps<kTwo> collect(const double* maps, const unsigned
 #pragma unroll
   for (int k = 0; k < (kTwo ? 2 : 1); ++k) m.of[k] = {1.0, 0.0};
   if (first + lane <= last) {
-    while (load_acquire(ready + first + lane) == 0u) pause();
+    while (load_acquire(ready + first + lane) == 0u) spin_pause();
 #pragma unroll
     for (int k = 0; k < (kTwo ? 2 : 1); ++k) {
       const double* at = maps + 4 * (first + lane) + 2 * k;
