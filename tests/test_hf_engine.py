@@ -190,6 +190,16 @@ def test_value_tokens_are_never_generated_however_likely():
     assert_exact(reference, requests, done)
 
 
+def test_token_i_of_a_response_is_drawn_by_number_i_of_its_seed():
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # every allowed id is equally likely, so the drawn number is the id
+    requests = [Request(k, [1, 2], 1000 + k) for k in range(8)]
+    for request, completion in zip(requests, engine_for(model).generate(requests, Sampling(1.0, 25)), strict=True):
+        drawn = [uniforms(np.array([request.seed], dtype=np.uint64), i)[0] for i in range(25)]
+        assert completion.token_ids == [int(u * (VOCAB - 2)) for u in drawn]
+
+
 # ---- the sampler --------------------------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +233,11 @@ def test_extreme_uniforms_stay_on_the_support():
     ids, logprobs = draw(logits, torch.tensor([8, 0]), np.array([0.0, 1 - 2.0**-53]), 1.0)
     assert ids.tolist() == [2, 5]
     torch.testing.assert_close(logprobs, torch.tensor([0.0, 1.0]).log_softmax(0))
+    # Probabilities rounded in float32 may add up to a little over 1, and u x total then rounds to the total itself.
+    rows = torch.randn(300, 40, generator=torch.Generator().manual_seed(0))
+    rows[:, 30:] = -torch.inf
+    ids, logprobs = draw(rows, torch.tensor([0, 1]), np.full(300, 1 - 2.0**-53), 1.0)
+    assert ids.max() == 29 and logprobs.isfinite().all()
 
 
 def test_blocks_of_rows_draw_the_same(monkeypatch):
