@@ -1,4 +1,4 @@
-"""The embedded model: a Qwen2 of well under a million parameters with its own tokenizer, warm-started on the imperfect expert.
+"""The embedded model: a Llama of well under a million parameters with its own tokenizer, warm-started on the imperfect expert.
 
 The warm start is language modelling over **all** tokens of the expert's episodes, observations included (a model cloned on actions alone has no state
 features to read a value from), plus regression of V and Q on the episodes' discounted returns (a cold value costs SAPO its first tens of
@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sapo_fast")
 
-RECIPE = 1  # raise when a change here makes older cached warm starts differ from what this code would train
+RECIPE = 2  # raise when a change here makes older cached warm starts differ from what this code would train
 HIDDEN, LAYERS, HEADS, MLP, VOCAB = 128, 2, 4, 256, 768
 END = "<|end|>"
 CHAT_TEMPLATE = (
@@ -64,9 +64,10 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerBase:
 
 def build_model(tokenizer: PreTrainedTokenizerBase, max_positions: int, seed: int) -> torch.nn.Module:
     """A fresh model, initialised for its size. Its LM head has unused padding rows beyond the tokenizer, as Qwen's has: w+ and w- come from there."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = Qwen2Config(
+    # Llama and not Qwen2: AutoTokenizer gives every Qwen2 its own pre-tokenizer, whatever tokenizer.json says, and would read this text differently.
+    config = LlamaConfig(
         vocab_size=64 * math.ceil((len(tokenizer) + 2) / 64),
         hidden_size=HIDDEN,
         intermediate_size=MLP,
@@ -76,14 +77,14 @@ def build_model(tokenizer: PreTrainedTokenizerBase, max_positions: int, seed: in
         max_position_embeddings=max_positions,
         tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        use_sliding_window=False,
+        attention_bias=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
+        model = LlamaForCausalLM(config)
         # At this width the usual std of 0.02 buries a token's identity under the first blocks' outputs, and loud queries and keys start with
         # random attention, which delays the copying of names from the text: embeddings loud, attention near uniform.
         torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
@@ -95,7 +96,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase, max_positions: int, seed: in
     return model.float()
 
 
-def rendered(episodes: Sequence, builder: PromptBuilder) -> Iterator[str]:
+def rendered(episodes: Iterable, builder: PromptBuilder) -> Iterator[str]:
     """The texts that the model will see and write, as the prompts word them."""
     for episode in episodes:
         history = builder.start()
@@ -210,10 +211,23 @@ def cache_key(config: Config, suite_name: str) -> str:
         "suite": suite_name,
         "warm_start": settings,
         "env": config.env.model_dump(),
-        "prompt": config.prompt.model_dump(),
+        "prompt": config.prompt.model_dump(exclude={"invalid_rule"}),
         "value": [config.advantage.gamma, config.loss.r_max, config.loss.tau_v],
     }
     return hashlib.sha256(json.dumps(shaped, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_round_trip(tokenizer: PreTrainedTokenizerBase, builder_for: Callable, suite) -> None:
+    """A tokenizer that AutoTokenizer reads back differently would feed the trained model text it has never seen, in silence."""
+    from transformers import AutoTokenizer, LlamaConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        LlamaConfig().save_pretrained(folder)
+        again = AutoTokenizer.from_pretrained(folder)
+    for text in rendered(suite.expert_episodes(3, seed=1, max_turns=10, noise={}), builder_for(tokenizer)):
+        if again.encode(text, add_special_tokens=False) != tokenizer.encode(text, add_special_tokens=False):
+            raise RuntimeError(f"this version of transformers reads the tiny model's tokenizer back as {type(again).__name__}, which splits {text!r} differently")
 
 
 def save_policy(policy: Policy, where: Path, side: dict) -> None:
@@ -242,6 +256,7 @@ def load_or_train(config: Config, suite, builder_for, *, progress: bool = True) 
     if not (where / SIDE_FILE).is_file():
         log.info("warm start: training the tiny model (cached at %s)", where)
         policy = warm_start(config, suite, builder_for, progress=progress)
+        check_round_trip(policy.tokenizer, builder_for, suite)
         save_policy(policy, where, {"trained_readout": config.warm_start.value_coef > 0})
     else:
         log.info("warm start: found in the cache at %s", where)
