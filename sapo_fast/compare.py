@@ -97,7 +97,9 @@ def compare(
 
     whole = [run.folder for run in runs if run not in failed]
     if whole:
-        print(f"comparison: {compare_report(whole, out_dir)}")
+        table = compare_report(whole, out_dir)
+        print(table.read_text(encoding="utf-8"))
+        print(f"this table: {table}, figure: {out_dir / 'comparison.png'}")
     return 1 if failed else 0
 
 

@@ -129,12 +129,14 @@ def values(path: Path, records: Records, samples: Records) -> None:
     last = samples[-1]
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, 3, figsize=(13, 4))
-        returns = np.array(last["returns"], dtype=float)
         for axis, name, colour in ((axes[0], "v", BLUE), (axes[1], "q", ORANGE)):
-            predicted = np.array(last[name], dtype=float)
+            predicted = np.array(last[name], dtype=float)  # null reads as NaN
+            returns = np.array(last["returns"], dtype=float)[: len(predicted)]
+            told = np.isfinite(predicted) & np.isfinite(returns)
+            predicted, returns = predicted[told], returns[told]
             title = f"{name.upper()} and the return, iteration {last['iteration']}"
             if not len(predicted):
-                _empty(axis, title, f"this algorithm has no {name.upper()}")
+                _empty(axis, title, f"no finite {name.upper()}")
                 continue
             low, high = min(predicted.min(), returns.min()), max(predicted.max(), returns.max())
             pad = 0.05 * (high - low) or 1.0

@@ -50,11 +50,8 @@ class Tracker:
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """One iteration's numbers, by name ('loss/policy'). Call it once an iteration."""
         numbers = {name: float(value) for name, value in metrics.items()}
-        bad = sorted(name for name, value in numbers.items() if not math.isfinite(value))
-        record: dict[str, Any] = {
-            "iteration": iteration,
-            **{name: None if name in bad else _plain(value) for name, value in numbers.items()},
-        }
+        record: dict[str, Any] = {"iteration": iteration, **{name: _finite(value) for name, value in numbers.items()}}
+        bad = sorted(name for name, value in numbers.items() if record[name] is None)
         if bad:
             record["non_finite"] = bad
         _append(self.run_dir / "metrics.jsonl", record)
@@ -66,8 +63,10 @@ class Tracker:
             self._wandb.log(numbers, step=iteration)
 
     def values(self, iteration: int, *, v: Sequence[float], q: Sequence[float], returns: Sequence[float]) -> None:
-        """A sample of predicted values and the discounted returns that followed, reward units; same lengths (a sequence may be empty)."""
-        _append(self.run_dir / "values.jsonl", {"iteration": iteration, "v": list(v), "q": list(q), "returns": list(returns)})
+        """A sample of predicted values and the discounted returns that followed, reward units; same lengths, or empty. Not finite: null."""
+        sample = {"v": v, "q": q, "returns": returns}
+        record = {name: [_finite(value) for value in numbers] for name, numbers in sample.items()}
+        _append(self.run_dir / "values.jsonl", {"iteration": iteration, **record})
 
     def episodes(self, iteration: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Episodes in words, kept in episodes.jsonl; episodes.md is the same for people.
@@ -145,8 +144,11 @@ def _cell(text: str) -> str:
     return text.strip()
 
 
-def _plain(value: float) -> float | int:
-    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+def _finite(value: float) -> float | int | None:
+    """The number as JSON can say it: a NaN must not end a run by way of its log."""
+    if not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) and abs(value) < 2**53 else float(value)
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:

@@ -249,7 +249,7 @@ def test_an_interrupted_run_keeps_a_checkpoint_and_exits_130(tmp_path, cache, ru
     process = subprocess.Popen(
         [sys.executable, "-m", "sapo_fast.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not (folder / "metrics.jsonl").is_file() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(number)

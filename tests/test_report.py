@@ -99,6 +99,14 @@ def test_the_page_tells_the_run_s_numbers(tmp_path):
     assert "<td>loss/v<td class='n'>0.2<td class='n note'>at 3" in text
 
 
+def test_values_that_are_not_finite_are_left_out(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "values.jsonl").write_text(
+        json.dumps({"iteration": 3, "v": [1.0, None, 2.0], "q": [None] * 3, "returns": [0.5, 1.0, None]}) + "\n"
+    )
+    assert ink(report(run).parent / "values.png") > 0.02
+
+
 def test_what_a_model_says_cannot_break_the_page(tmp_path):
     text = report(make_run(tmp_path / "run")).read_text()
     assert "<think>" not in text and "&lt;think&gt;x&lt;/think&gt;" in text

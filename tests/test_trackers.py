@@ -41,6 +41,12 @@ def test_one_line_an_iteration_and_non_finite_numbers_are_flagged(tmp_path):
     ]
 
 
+def test_values_that_are_not_finite_do_not_end_the_run(tmp_path):
+    with Tracker(tmp_path) as tracker:
+        tracker.values(3, v=[1.5, float("nan")], q=[], returns=[float("-inf"), 2.0])
+    assert lines(tmp_path / "values.jsonl") == [{"iteration": 3, "v": [1.5, None], "q": [], "returns": [None, 2]}]
+
+
 def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
     tracker = Tracker(tmp_path)
     tracker.log(0, {"a": 1.0})
