@@ -139,6 +139,8 @@ def test_crashes_end_their_own_episode(caplog):
         and "crash-0 (seed 1) crashed at reset" in caplog.text
     )
     assert [env.closed for env in suite.made] == [env.kind == "crash" for env in suite.made]
+    again = runner.run([("win-1", seed, 0) for seed in range(4)])
+    assert [t.end for t in again] == ["terminated"] * 4  # a crashed environment is not used again
 
 
 def test_all_crash():

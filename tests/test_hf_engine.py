@@ -233,11 +233,17 @@ def test_extreme_uniforms_stay_on_the_support():
     ids, logprobs = draw(logits, torch.tensor([8, 0]), np.array([0.0, 1 - 2.0**-53]), 1.0)
     assert ids.tolist() == [2, 5]
     torch.testing.assert_close(logprobs, torch.tensor([0.0, 1.0]).log_softmax(0))
-    # Probabilities rounded in float32 may add up to a little over 1, and u x total then rounds to the total itself.
+    # Probabilities rounded in float32 add up to a little more or less than 1: the last draw must still find an id.
     rows = torch.randn(300, 40, generator=torch.Generator().manual_seed(0))
     rows[:, 30:] = -torch.inf
     ids, logprobs = draw(rows, torch.tensor([0, 1]), np.full(300, 1 - 2.0**-53), 1.0)
     assert ids.max() == 29 and logprobs.isfinite().all()
+
+
+def test_cumulative_sums_are_fine_enough_for_large_vocabularies():
+    size, chosen = 200_000, np.arange(5, 200_000, 397)
+    ids, _ = draw(torch.zeros(1, size).expand(len(chosen), -1), torch.tensor([0, 1]), (chosen - 2 + 1e-3) / (size - 2), 1.0)
+    assert np.array_equal(ids.numpy(), chosen)
 
 
 def test_blocks_of_rows_draw_the_same(monkeypatch):

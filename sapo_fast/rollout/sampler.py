@@ -56,9 +56,7 @@ def draw(logits: Tensor, banned: Tensor, uniform: np.ndarray, temperature: float
     else:
         logprobs = (scores / temperature).log_softmax(1)
         cumulative = logprobs.double().exp_().cumsum(1)
-        total = cumulative[:, -1:].contiguous()
-        target = torch.from_numpy(uniform).to(total.device)[:, None] * total
-        # u * total may round up to total: the first id that reaches the total is the last one with a probability.
-        ids = torch.minimum(torch.searchsorted(cumulative, target, right=True), torch.searchsorted(cumulative, total))
-        ids.clamp_(max=logits.shape[1] - 1)
+        target = torch.from_numpy(uniform).to(cumulative.device)[:, None] * cumulative[:, -1:]
+        # (1 - 2^-53) * total rounds below total, so some id's sum always exceeds the target; only a row of NaN needs the bound.
+        ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
     return ids[:, 0], logprobs.gather(1, ids)[:, 0]
