@@ -57,6 +57,9 @@ class WarmStartSection(Section):
     value_coef: float = Field(
         0.5, ge=0, description="weight of the V and Q regression on the demonstrations' discounted returns; 0 leaves the value cold"
     )
+    own_episodes: int = Field(
+        384, ge=0, description="episodes that the clone itself plays after two thirds of the steps, for V and Q to learn its own returns; 0: the expert's"
+    )
     expert: dict[str, float] = Field(default_factory=dict, description="the expert's imperfections (see envs); empty: the suite's defaults")
     seed: int = Field(0, ge=0, description="of the episodes, the initial weights and the batches")
     cache_dir: str = Field(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from sapo_fast.config import Config
 from sapo_fast.envs.base import TaskSuite
 from sapo_fast.models.load import Policy, load_policy
+from sapo_fast.records import Trajectory
 from sapo_fast.rollout.engine import Engine, Sampling
 from sapo_fast.rollout.episodes import EpisodeRunner
 from sapo_fast.rollout.prompts import PromptBuilder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from sapo_fast.models.tiny import BuilderFor, Play
 
 
 def prompt_builder(config: Config, suite: TaskSuite, tokenizer: PreTrainedTokenizerBase) -> PromptBuilder:
@@ -30,12 +35,27 @@ def prompt_builder(config: Config, suite: TaskSuite, tokenizer: PreTrainedTokeni
     )
 
 
+def warm_start_parts(config: Config, suite: TaskSuite) -> tuple[BuilderFor, Play]:
+    """What the embedded model's warm start needs of the other rooms: how prompts are built, and how a policy plays training tasks."""
+
+    def builder_for(tokenizer: PreTrainedTokenizerBase) -> PromptBuilder:
+        return prompt_builder(config, suite, tokenizer)
+
+    def play(policy: Policy, n: int) -> list[Trajectory]:
+        engine = make_engine(config, policy)
+        runner = make_runner(config, suite, engine, builder_for(policy.tokenizer), temperature=config.rollout.temperature)
+        tasks, rng = suite.train_tasks(), np.random.default_rng([config.warm_start.seed, 2])
+        return runner.run([(tasks[int(rng.integers(len(tasks)))], int(rng.integers(2**31)), i) for i in range(n)])
+
+    return builder_for, play
+
+
 def build_policy(config: Config, suite: TaskSuite, *, progress: bool = True) -> Policy:
     """The model of ``config.model``: the embedded one (warm-started, cached) or a Hugging Face causal LM from disk."""
     if config.model.path == "tiny":
         from sapo_fast.models.tiny import load_or_train
 
-        return load_or_train(config, suite, lambda tokenizer: prompt_builder(config, suite, tokenizer), progress=progress)
+        return load_or_train(config, suite, *warm_start_parts(config, suite), progress=progress)
     return load_policy(config.model)
 
 

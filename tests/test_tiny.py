@@ -13,7 +13,7 @@ from sapo_fast.models.load import load_policy
 from sapo_fast.rollout.engine import Sampling
 from sapo_fast.rollout.episodes import EpisodeRunner
 from sapo_fast.rollout.scripted import ScriptedEngine
-from sapo_fast.setup_run import prompt_builder
+from sapo_fast.setup_run import warm_start_parts
 
 SMOKE = str(Path(__file__).parent.parent / "configs" / "smoke.yaml")
 
@@ -24,8 +24,8 @@ def setup(tmp_path_factory):
         SMOKE, [f"warm_start.cache_dir={tmp_path_factory.mktemp('cache')}", "warm_start.steps=40", "prompt.restate_task=true"]
     )
     suite = make_suite(config.env.name, config.env.options)
-    build = lambda tokenizer: prompt_builder(config, suite, tokenizer)  # noqa: E731
-    return config, suite, build, tiny.load_or_train(config, suite, build, progress=False)
+    build, play = warm_start_parts(config, suite)
+    return config, suite, build, play, tiny.load_or_train(config, suite, build, play, progress=False)
 
 
 def demonstration_loss(config, suite, build, policy):
@@ -33,7 +33,7 @@ def demonstration_loss(config, suite, build, policy):
     batch = build_rows(tiny.demonstrations(list(episodes), build(policy.tokenizer), policy.tokenizer, 10.0))
     (micro,) = micro_batches(batch, range(len(batch.rows)), 10**6)
     with torch.no_grad():
-        return tiny.warm_start_loss(policy, micro, batch, torch.zeros(batch.num_turns), r_max=10, tau_v=1, value_coef=0).item()
+        return tiny.language_loss(policy, policy.hidden(micro), micro).item()
 
 
 def test_small_and_with_value_rows_beyond_the_tokenizer(setup):
@@ -52,16 +52,16 @@ def test_words_of_the_environment_are_single_tokens_and_all_text_survives(setup)
 
 
 def test_warm_start_teaches_the_language(setup):
-    config, suite, build, policy = setup
+    config, suite, build, play, policy = setup
     untrained = tiny.warm_start(
-        config.model_copy(update={"warm_start": config.warm_start.model_copy(update={"steps": 0})}), suite, build, progress=False
+        config.model_copy(update={"warm_start": config.warm_start.model_copy(update={"steps": 0})}), suite, build, play, progress=False
     )
     assert demonstration_loss(config, suite, build, policy) < 0.7 * demonstration_loss(config, suite, build, untrained)
 
 
 def test_what_is_loaded_is_what_was_trained(setup):
-    config, suite, build, cached = setup
-    trained = tiny.warm_start(config, suite, build, progress=False)  # the same settings again: the same weights
+    config, suite, build, play, cached = setup
+    trained = tiny.warm_start(config, suite, build, play, progress=False)  # the same settings again: the same weights
     for name, tensor in trained.model.state_dict().items():
         assert torch.equal(tensor, cached.model.state_dict()[name]), name
     text = "<|user|>on drawer 1 you see mug 2 .\nTask: put two mug in shelf<|end|><|assistant|>go to shelf 12<|end|>"
@@ -71,7 +71,7 @@ def test_what_is_loaded_is_what_was_trained(setup):
 def test_an_exported_model_reads_text_as_it_was_trained_to(setup, tmp_path):
     from sapo_fast.checkpoint import export_hf
 
-    config, _, _, policy = setup
+    config, *_, policy = setup
     export_hf(policy.model, policy.tokenizer, policy.value_token_ids, tmp_path / "model", {"trained_readout": True})
     again = load_policy(config.model.model_copy(update={"path": str(tmp_path / "model")}))
     assert again.value_token_ids == policy.value_token_ids
@@ -82,7 +82,7 @@ def test_an_exported_model_reads_text_as_it_was_trained_to(setup, tmp_path):
 
 
 def test_demonstrations_are_prompted_as_the_rollout_prompts(setup):
-    config, suite, build, policy = setup
+    config, suite, build, play, policy = setup
     (episode,) = suite.expert_episodes(1, seed=5, max_turns=6, noise={})
     (shown,) = tiny.demonstrations([episode], build(policy.tokenizer), policy.tokenizer, 10.0)
     engine = ScriptedEngine([turn.response_ids for turn in shown.turns])

@@ -10,8 +10,11 @@ An environment knows no model. It may raise at any time: the caller ends that ep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from sapo_fast.envs.demonstration import Demonstration
 
 
 class TextEnv(Protocol):
@@ -41,3 +44,10 @@ class TaskSuite(Protocol):
 
     def make(self) -> TextEnv:
         """A new environment that can be reset to any task id of this suite."""
+
+
+class Demonstrator(TaskSuite, Protocol):
+    """A suite that can also show how it is done: what the embedded model's warm start needs."""
+
+    def expert_episodes(self, n: int, *, seed: int, max_turns: int, noise: Mapping[str, float]) -> Iterable[Demonstration]:
+        """``n`` episodes of an expert on training tasks, a function of ``seed``; ``noise``: its imperfections, by name."""

@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from sapo_fast.advantage import turn_gae
-from sapo_fast.batch import MicroBatch, RolloutBatch, build_rows, micro_batches
+from sapo_fast.batch import MicroBatch, build_rows, micro_batches
 from sapo_fast.models.load import SIDE_FILE, Policy, finish_policy, load_policy, resolve_device
 from sapo_fast.records import Trajectory, Turn
 from sapo_fast.value_tokens import read_values
@@ -31,12 +31,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from sapo_fast.config import Config
+    from sapo_fast.envs.base import Demonstrator
     from sapo_fast.rollout.prompts import PromptBuilder
+
+    BuilderFor = Callable[[PreTrainedTokenizerBase], PromptBuilder]
+    Play = Callable[[Policy, int], list[Trajectory]]
 
 log = logging.getLogger("sapo_fast")
 
 RECIPE = 2  # raise when a change here makes older cached warm starts differ from what this code would train
-HIDDEN, LAYERS, HEADS, MLP, VOCAB = 128, 2, 4, 256, 768
+HIDDEN, LAYERS, HEADS, KV_HEADS, MLP, VOCAB = 128, 2, 4, 2, 256, 768
 END = "<|end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
@@ -73,7 +77,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase, max_positions: int, seed: in
         intermediate_size=MLP,
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
         max_position_embeddings=max_positions,
         tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
@@ -125,80 +129,91 @@ def demonstrations(episodes: Sequence, builder: PromptBuilder, tokenizer: PreTra
     return out
 
 
-def warm_start_loss(
-    policy: Policy, micro: MicroBatch, batch: RolloutBatch, returns: torch.Tensor, *, r_max: float, tau_v: float, value_coef: float
-) -> torch.Tensor:
-    """Mean next-token cross-entropy over all tokens of the rows + value_coef x squared error of V and Q against the returns (units of r_max)."""
-    hidden = policy.hidden(micro)
-    weight, _ = policy.lm_head()
+def language_loss(policy: Policy, hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """Mean next-token cross-entropy over all tokens of the rows, on the vocabulary without w+ and w-."""
     # Next-token pairs inside a row: the last position of each row predicts nothing.
     inside = torch.ones(len(micro.input_ids), dtype=torch.bool)
     inside[torch.tensor(micro.cu_seqlens[1:]) - 1] = False
-    rows = inside.nonzero()[:, 0]
-    logits = F.linear(hidden[rows], weight)
+    rows = inside.nonzero()[:, 0].to(hidden.device)
+    logits = F.linear(hidden[rows], policy.lm_head()[0])
     logits[:, list(policy.value_token_ids)] = -torch.inf
-    loss = F.cross_entropy(logits, micro.input_ids[rows + 1])
-    if value_coef:
-        target = returns[micro.turn_index] / r_max
-        for value_rows in (micro.v_rows, micro.q_rows):
-            value = read_values(
-                hidden=hidden,
-                lm_head=weight,
-                value_token_ids=policy.value_token_ids,
-                rows=value_rows,
-                r_max=r_max,
-                tau_v=tau_v,
-                readout="linear",
-            )
-            loss = loss + value_coef * (value / r_max - target).square().mean()
-    return loss
+    return F.cross_entropy(logits, micro.input_ids[rows + 1])
 
 
-def warm_start(config: Config, suite, builder_for, *, progress: bool = True) -> Policy:
+def value_loss(policy: Policy, hidden: torch.Tensor, micro: MicroBatch, returns: torch.Tensor, r_max: float, tau_v: float) -> torch.Tensor:
+    """Mean squared error of V plus that of Q against the discounted returns [T], in units of r_max."""
+    target = (returns[micro.turn_index.cpu()] / r_max).to(hidden.device)
+    head, ids = policy.lm_head()[0], policy.value_token_ids
+    read = {"hidden": hidden, "lm_head": head, "value_token_ids": ids, "r_max": 1.0, "tau_v": tau_v, "readout": "linear"}
+    return sum((read_values(rows=rows, **read) - target).square().mean() for rows in (micro.v_rows, micro.q_rows))
+
+
+class Stream:
+    """An endless shuffled stream of packed micro-batches over one set of rows, with the rows' discounted returns."""
+
+    def __init__(self, trajectories: Sequence[Trajectory], gamma: float, batch_tokens: int, generator: torch.Generator) -> None:
+        self.batch = build_rows(trajectories)
+        zeros = torch.zeros(self.batch.num_turns)
+        self.returns = turn_gae(self.batch.rewards, zeros, cu_turns=self.batch.cu_turns, gamma=gamma, lam=1.0).advantages
+        self._batch_tokens, self._generator = batch_tokens, generator
+        self._pool: list[MicroBatch] = []
+
+    def next(self) -> MicroBatch:
+        if not self._pool:
+            pool = micro_batches(self.batch, self._shuffled(len(self.batch.rows)), self._batch_tokens)
+            self._pool = [pool[i] for i in self._shuffled(len(pool))]
+        return self._pool.pop()
+
+    def _shuffled(self, n: int) -> list[int]:
+        return torch.randperm(n, generator=self._generator).tolist()
+
+
+def warm_start(config: Config, suite: Demonstrator, builder_for: BuilderFor, play: Play, *, progress: bool = True) -> Policy:
     """Train tokenizer and model from nothing.
+
+    In the last third of the steps V and Q learn from the clone's own episodes instead of the expert's: the expert's returns say how good a state is
+    for the expert, who wins where its clone does not.
 
     Args:
         suite: an environment suite with ``expert_episodes``.
         builder_for: tokenizer -> PromptBuilder, so that demonstrations are prompted as the rollout prompts.
+        play: (policy, n) -> n episodes of the policy on training tasks.
     """
     from tqdm import tqdm
 
-    settings = config.warm_start
+    settings, loss_settings = config.warm_start, config.loss
     episodes = list(suite.expert_episodes(settings.episodes, seed=settings.seed, max_turns=config.env.max_turns, noise=settings.expert))
     tokenizer = train_tokenizer(rendered(episodes[:1000], builder_for(train_tokenizer([]))))
     device = resolve_device(config.model.device)
     model = build_model(tokenizer, max(config.rollout.max_context_tokens, 2048), settings.seed).to(device)
     # The readout is trained here, so its rows start equal (V = 0) and are kept afterwards.
     policy = finish_policy(model, tokenizer, config.model.model_copy(update={"equal_value_rows": True}), {})
-    batch = build_rows(demonstrations(episodes, builder_for(tokenizer), tokenizer, config.env.reward_scale))
-    zeros = torch.zeros(batch.num_turns)
-    returns = turn_gae(batch.rewards, zeros, cu_turns=batch.cu_turns, gamma=config.advantage.gamma, lam=1.0).advantages
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
     generator = torch.Generator().manual_seed(settings.seed)
-    micros: list[MicroBatch] = []
+    shown = demonstrations(episodes, builder_for(tokenizer), tokenizer, config.env.reward_scale)
+    expert = Stream(shown, config.advantage.gamma, settings.batch_tokens, generator)
+    own: Stream | None = None
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
     bar = tqdm(range(settings.steps), desc="warm start", disable=not progress, unit="step")
     for step in bar:
-        if not micros:
-            shuffled = torch.randperm(len(batch.rows), generator=generator).tolist()
-            pool = micro_batches(batch, shuffled, settings.batch_tokens)
-            micros = [pool[i] for i in torch.randperm(len(pool), generator=generator).tolist()]
+        if settings.own_episodes and step == settings.steps * 2 // 3:
+            own = Stream(play(policy, settings.own_episodes), config.advantage.gamma, settings.batch_tokens, generator)
         done = step / max(1, settings.steps)
         optimizer.param_groups[0]["lr"] = settings.lr * min(1.0, (step + 1) / 50) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
-        loss = warm_start_loss(
-            policy,
-            micros.pop().to(device),
-            batch,
-            returns,
-            r_max=config.loss.r_max,
-            tau_v=config.loss.tau_v,
-            value_coef=settings.value_coef,
-        )
+        micro = expert.next().to(device)
+        hidden = policy.hidden(micro)
+        loss = words = language_loss(policy, hidden, micro)
+        if settings.value_coef:
+            returns = expert.returns
+            if own is not None:
+                micro, returns = own.next().to(device), own.returns
+                hidden = policy.hidden(micro)
+            loss = words + settings.value_coef * value_loss(policy, hidden, micro, returns, loss_settings.r_max, loss_settings.tau_v)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         if step % 10 == 0:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
+            bar.set_postfix(loss=f"{words.item():.3f}")
     return policy
 
 
@@ -207,7 +222,7 @@ def cache_key(config: Config, suite_name: str) -> str:
     settings = config.warm_start.model_dump(exclude={"cache_dir"})
     shaped = {
         "recipe": RECIPE,
-        "size": [HIDDEN, LAYERS, HEADS, MLP, VOCAB],
+        "size": [HIDDEN, LAYERS, HEADS, KV_HEADS, MLP, VOCAB],
         "suite": suite_name,
         "warm_start": settings,
         "env": config.env.model_dump(),
@@ -217,7 +232,7 @@ def cache_key(config: Config, suite_name: str) -> str:
     return hashlib.sha256(json.dumps(shaped, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def check_round_trip(tokenizer: PreTrainedTokenizerBase, builder_for: Callable, suite) -> None:
+def check_round_trip(tokenizer: PreTrainedTokenizerBase, builder_for: BuilderFor, suite: Demonstrator) -> None:
     """A tokenizer that AutoTokenizer reads back differently would feed the trained model text it has never seen, in silence."""
     from transformers import AutoTokenizer, LlamaConfig
 
@@ -227,7 +242,9 @@ def check_round_trip(tokenizer: PreTrainedTokenizerBase, builder_for: Callable, 
         again = AutoTokenizer.from_pretrained(folder)
     for text in rendered(suite.expert_episodes(3, seed=1, max_turns=10, noise={}), builder_for(tokenizer)):
         if again.encode(text, add_special_tokens=False) != tokenizer.encode(text, add_special_tokens=False):
-            raise RuntimeError(f"this version of transformers reads the tiny model's tokenizer back as {type(again).__name__}, which splits {text!r} differently")
+            raise RuntimeError(
+                f"this version of transformers reads the tiny model's tokenizer back as {type(again).__name__}, which splits {text!r} differently"
+            )
 
 
 def save_policy(policy: Policy, where: Path, side: dict) -> None:
@@ -245,7 +262,7 @@ def save_policy(policy: Policy, where: Path, side: dict) -> None:
             raise
 
 
-def load_or_train(config: Config, suite, builder_for, *, progress: bool = True) -> Policy:
+def load_or_train(config: Config, suite: Demonstrator, builder_for: BuilderFor, play: Play, *, progress: bool = True) -> Policy:
     """The warm-started tiny model for this configuration, from the cache or trained now."""
     if not hasattr(suite, "expert_episodes"):
         raise ValueError(
@@ -255,7 +272,7 @@ def load_or_train(config: Config, suite, builder_for, *, progress: bool = True) 
     where = Path(config.warm_start.cache_dir).expanduser() / f"tiny-{suite.name}-{cache_key(config, suite.name)}"
     if not (where / SIDE_FILE).is_file():
         log.info("warm start: training the tiny model (cached at %s)", where)
-        policy = warm_start(config, suite, builder_for, progress=progress)
+        policy = warm_start(config, suite, builder_for, play, progress=progress)
         check_round_trip(policy.tokenizer, builder_for, suite)
         save_policy(policy, where, {"trained_readout": config.warm_start.value_coef > 0})
     else:
