@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import backends
+from . import backends, native
 from . import checks_turns as checks
 
 
@@ -141,31 +141,40 @@ def token_gae(
     Raises:
         ValueError: as `turn_gae`; also a reward before the first response token of its sequence, which nothing earned.
     """
-    checks.token_gae(rewards, values, mask, cu_tokens)
+    checks.token_gae(rewards, values, mask, cu_tokens, gamma, lam, impl)
     with torch.no_grad():
-        keep = mask != 0
+        keep, offsets = mask != 0, cu_tokens.to(torch.int64)
         dtype = torch.float64 if torch.float64 in (rewards.dtype, values.dtype) else torch.float32
-        count = torch.zeros(keep.shape[0] + 1, dtype=torch.int64, device=keep.device)
-        count[1:] = keep.cumsum(0)
-        offsets = count[cu_tokens.to(torch.int64)]
-        total = int(count[-1])
-        earned = torch.zeros(total + 1, dtype=torch.float64, device=keep.device)
-        paid = rewards != 0
-        owner = count[1:] - 1
-        position = torch.arange(keep.shape[0], device=keep.device)
-        sequence = torch.searchsorted(cu_tokens.to(torch.int64)[1:].contiguous(), position, right=True)
-        orphan = paid & (owner < offsets[sequence])
-        if bool(orphan.any()):
-            where = int(orphan.nonzero()[0])
-            raise ValueError(
-                f"rewards[{where}] is non-zero before the first response token of sequence {int(sequence[where])}: no token earned it"
-            )
-        earned.index_add_(0, torch.where(paid, owner, total), torch.where(paid, rewards, 0).double())
-        old = values[keep].to(dtype)
-        targets = turn_gae(earned[:total].to(dtype), old, cu_turns=offsets, gamma=gamma, lam=lam, impl=impl)
-        advantages, returns = torch.zeros(keep.shape[0], dtype=dtype, device=keep.device), torch.zeros_like(values, dtype=dtype)
-        advantages[keep], returns[keep] = targets.advantages, targets.v_targets
-        return advantages, returns
+        checks.paid_tokens(rewards, keep, offsets)
+        backend, _ = backends.select("turn_gae", impl, rewards.device, dtype)
+        if backend in ("cpp", "cuda"):  # the native libraries have a token form of their own
+            advantages, returns = native.token_gae(rewards.to(dtype), values.to(dtype), keep, offsets, gamma, lam)
+            checks.token_values(values, keep, advantages)
+            return advantages, returns
+        return _token_gae_by_turns(rewards, values, keep, offsets, gamma, lam, impl, dtype)
+
+
+def _token_gae_by_turns(
+    rewards: Tensor,
+    values: Tensor,
+    keep: Tensor,
+    cu_tokens: Tensor,
+    gamma: float,
+    lam: float,
+    impl: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Response tokens alone are turns of one token; each gets the rewards up to the next."""
+    count = torch.zeros(keep.shape[0] + 1, dtype=torch.int64, device=keep.device)
+    count[1:] = keep.cumsum(0)
+    total = int(count[-1])
+    earned = torch.zeros(total + 1, dtype=torch.float64, device=keep.device)
+    paid = rewards != 0
+    earned.index_add_(0, torch.where(paid, count[1:] - 1, total), torch.where(paid, rewards, 0).double())
+    targets = turn_gae(earned[:total].to(dtype), values[keep].to(dtype), cu_turns=count[cu_tokens], gamma=gamma, lam=lam, impl=impl)
+    advantages, returns = torch.zeros(keep.shape[0], dtype=dtype, device=keep.device), torch.zeros_like(values, dtype=dtype)
+    advantages[keep], returns[keep] = targets.advantages, targets.v_targets
+    return advantages, returns
 
 
 def normalize_advantages(

@@ -182,13 +182,13 @@ class Data:
     def __init__(self) -> None:
         self.flags: list[Tensor] = []
         self._stories: list[Callable[[Tensor], str]] = []
-        self._masks: list[Tensor] = []
+        self._masks: list[Callable[[], Tensor]] = []
 
     def none(self, mask: Tensor, story: Callable[[int], str]) -> None:
         """No entry of ``mask`` [n] may be True; ``story`` of the first one that is."""
         if mask.numel():
             self.flags.append(mask.any())
-            self._masks.append(mask)
+            self._masks.append(lambda: mask)
             self._stories.append(story)
 
     def settle(self) -> None:
@@ -197,7 +197,7 @@ class Data:
         raised = torch.stack(self.flags).tolist()
         for up, mask, story in zip(raised, self._masks, self._stories, strict=True):
             if up:
-                raise ValueError(story(int(mask.nonzero()[0, 0])))
+                raise ValueError(story(int(mask().nonzero()[0, 0])))
 
     def inside(self, name: str, rows: Tensor, total: int, of: str) -> None:
         self.none(
@@ -205,9 +205,13 @@ class Data:
             lambda i: f"{name}[{i}] = {int(rows[i])} is out of range: {of} has {total} rows (0 to {total - 1})",
         )
 
-    def finite(self, name: str, x: Tensor | None) -> None:
-        if x is not None:
-            self.none(~x.isfinite(), lambda i: f"{name}[{i}] = {float(x[i])} is not finite")
+    def finite(self, name: str, x: Tensor | None, story: Callable[[int], str] | None = None) -> None:
+        """No entry of ``x`` [n] may be infinite or NaN. Its extremes tell (a NaN comes through): one pass, and no mask while all is well."""
+        if x is not None and x.numel():
+            low, high = x.detach().aminmax()
+            self.flags.append(~(low.isfinite() & high.isfinite()))
+            self._masks.append(lambda: ~x.isfinite())
+            self._stories.append(story or (lambda i: f"{name}[{i}] = {float(x[i])} is not finite"))
 
 
 def _actions(data: Data, action_rows: Tensor, actions: Tensor, pair: tuple[int, int], source: Tensor, of: str, vocabulary: int) -> None:

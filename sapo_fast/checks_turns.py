@@ -56,18 +56,21 @@ def turn_gae(
             b = int(torch.searchsorted(ends[1:].contiguous(), torch.tensor(i, device=device), right=True))
             return f"{name}[{i}] = {float(x[i])} is not finite (trajectory {b}, turn {i - int(ends[b])})"
 
-        data.none(~x.isfinite(), story)
+        data.finite(name, x, story)
 
     finite("rewards", rewards)
     finite("values", values)
     if q_values is not None:
         finite("q_values", q_values)
     if bootstrap is not None:
-        data.none(~bootstrap.isfinite(), lambda b: f"bootstrap[{b}] = {float(bootstrap[b])} is not finite (trajectory {b})")
+        data.finite("bootstrap", bootstrap, lambda b: f"bootstrap[{b}] = {float(bootstrap[b])} is not finite (trajectory {b})")
     data.settle()
 
 
-def token_gae(rewards: Any, values: Any, mask: Any, cu_tokens: Any) -> None:
+def token_gae(rewards: Any, values: Any, mask: Any, cu_tokens: Any, gamma: Any, lam: Any, impl: Any) -> None:
+    backends.check_impl(impl)
+    for name, x in (("gamma", gamma), ("lam", lam)):
+        checks.fraction(name, x)
     rewards = checks.floats("rewards", rewards, None, None, "token")
     total, device = rewards.shape[0], rewards.device
     checks.floats("values", values, total, device, "token")
@@ -79,6 +82,29 @@ def token_gae(rewards: Any, values: Any, mask: Any, cu_tokens: Any) -> None:
     _offsets(data, "cu_tokens", cu_tokens, total, "tokens")
     data.finite("rewards", rewards)
     data.settle()
+
+
+def paid_tokens(rewards: Tensor, keep: Tensor, cu_tokens: Tensor) -> None:
+    """A reward before the first response token of its sequence is nobody's."""
+    elsewhere = (rewards != 0) & ~keep
+    if not bool(elsewhere.any()):
+        return
+    responses = torch.zeros(keep.shape[0] + 1, dtype=torch.int64, device=keep.device)
+    responses[1:] = keep.cumsum(0)
+    sequence = torch.searchsorted(cu_tokens[1:].contiguous(), torch.arange(keep.shape[0], device=keep.device), right=True)
+    orphan = elsewhere & (responses[1:] == responses[cu_tokens[sequence]])
+    if bool(orphan.any()):
+        where = int(orphan.nonzero()[0])
+        raise ValueError(
+            f"rewards[{where}] is non-zero before the first response token of sequence {int(sequence[where])}: no token earned it"
+        )
+
+
+def token_values(values: Tensor, keep: Tensor, advantages: Tensor) -> None:
+    """Non-finite values of response tokens, found by the advantages they made."""
+    if not bool(advantages.isfinite().all()) and bool((bad := keep & ~values.isfinite()).any()):
+        where = int(bad.nonzero()[0])
+        raise ValueError(f"values[{where}] = {float(values[where])} is not finite")
 
 
 def normalize_advantages(advantages: Any, invalid: Any, invalid_penalty: Any, eps: Any, min_std: Any, valid: Any) -> None:

@@ -148,5 +148,12 @@ def _turn_gae(
     return advantages, v_targets, None if q_values is None else q_targets
 
 
+def token_gae(rewards: Tensor, values: Tensor, keep: Tensor, cu_tokens: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """(advantages, returns) of the tokens where ``keep`` is; one lambda, nothing after the last token. Any strides."""
+    given = (rewards.contiguous(), values.contiguous(), None, keep.contiguous(), cu_tokens.contiguous())
+    advantages, returns, _, _ = torch.ops.sapo_fast.token_gae(*given, gamma, lam, lam)
+    return advantages, returns
+
+
 backends.register("turn_gae", "cpp", lambda: _turn_gae, cpu_obstacle, devices=("cpu",), dtypes=(torch.float32,))
 backends.register("turn_gae", "cuda", lambda: _turn_gae, cuda_obstacle, devices=("cuda",), dtypes=(torch.float32,))
