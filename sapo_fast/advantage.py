@@ -222,9 +222,9 @@ def normalize_advantages(
         size = x.abs().max() if x.numel() else x.new_zeros(())
         bad = (~x.isfinite()).sum().double()
         own = torch.stack([count, mean, m2, size, bad])
-        parts = own[None] if process_group is None else _gather(own, process_group)
+        parts = own[None] if process_group is None else gather_moments(own, process_group)
         checks.finite_advantages(parts[:, 4], x, process_group is not None)
-        count, mean, m2, size = _merge(parts)
+        count, mean, m2, size = merge_moments(parts)
         std = (m2 / count.clamp(min=1)).sqrt()
         # Equal advantages come as float32 from the recursion: differences of a few units in the last place carry nothing.
         noise = 4 * torch.finfo(torch.float32).eps * size
@@ -232,7 +232,8 @@ def normalize_advantages(
         return torch.where(keep & (std > noise), scaled, 0.0).to(dtype)
 
 
-def _gather(own: Tensor, group: Any) -> Tensor:
+def gather_moments(own: Tensor, group: Any) -> Tensor:
+    """One row a rank of the group, in rank order."""
     import torch.distributed as dist
 
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -240,7 +241,7 @@ def _gather(own: Tensor, group: Any) -> Tensor:
     return torch.stack(parts)
 
 
-def _merge(parts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def merge_moments(parts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Count, mean, squared deviations and largest size of the union (Chan's update, in rank order)."""
     count, mean, m2, size = parts[0, :4]
     for other, other_mean, other_m2, other_size in parts[1:, :4]:
