@@ -138,6 +138,7 @@ class OptimSection(Section):
     """AdamW and how an iteration's turns become optimizer steps."""
 
     lr: float = Field(1e-6, gt=0, description="learning rate")
+    lr_warmup_iterations: int = Field(0, ge=0, description="iterations over which the rates rise linearly to their full value")
     critic_lr: float | None = Field(None, gt=0, description="of ppo's separate critic; null: lr")
     betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], BeforeValidator(_pair)] = Field(
         (0.9, 0.999), description="AdamW's moment decays"

@@ -176,6 +176,7 @@ class Learner:
         """
         warming = self.warming_up(iteration)
         config = self.iteration_loss_config(iteration)
+        self._set_learning_rates(iteration)
         targets = self.effective_targets(targets, iteration)
         steps: list[dict[str, float]] = []
         ratios: list[torch.Tensor] = []
@@ -190,6 +191,14 @@ class Learner:
             metrics["first_log_ratio_max"] = steps[0]["first_log_ratio_max"]
             metrics["skipped_steps"] = sum(s["skipped_steps"] for s in steps)
         return metrics, torch.cat(ratios) if ratios else torch.zeros(0)
+
+    def _set_learning_rates(self, iteration: int) -> None:
+        # Adam's first steps move every weight by the full rate, whatever its gradient: a ramp keeps them from undoing the model that came in.
+        o = self.config.optim
+        ramp = min(1.0, (iteration + 1) / (o.lr_warmup_iterations + 1))
+        for name, optimizer in self.optimizers.items():
+            for group in optimizer.param_groups:
+                group["lr"] = ramp * ((o.critic_lr or o.lr) if name == "critic" else o.lr)
 
     def policy_loss(
         self,
