@@ -146,7 +146,7 @@ def _normalizer(given: float | Tensor | None, count: int, device: torch.device) 
     """The divisor as a float64 scalar on the device. A count of 0 goes with empty sums: they stay 0."""
     if isinstance(given, Tensor):
         return given.detach().to(device=device, dtype=torch.float64).clamp(min=1)
-    return torch.tensor(max(count, 1) if given is None else (given or 1), dtype=torch.float64, device=device)
+    return torch.full((), max(count, 1) if given is None else (given or 1), dtype=torch.float64, device=device)
 
 
 def _sum_up(job: _Job, terms: TokenTerms, entropy: Tensor, value_terms: list[ValueTerms]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -240,8 +240,7 @@ class _LogitsGradient(torch.autograd.Function):
         b = _entropy_slope(job, a, grad.double())
         if ctx.inplace:
             out = logits.detach()
-            unused = torch.ones(out.shape[0], dtype=torch.bool, device=out.device)
-            unused[job.rows] = False
+            unused = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, job.rows, False)
             out.masked_fill_(unused[:, None], 0.0)
         else:
             out = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -263,8 +262,10 @@ def _from_hidden(job: _Job, head: Head) -> LossOutput:
     grad_on = torch.is_grad_enabled()
     want = tuple(grad_on and x is not None and x.requires_grad for x in head)
     with torch.no_grad(), torch.autocast(head.hidden.device.type, enabled=False):
-        # float16 gradients of a mean over many tokens would fall below the type's smallest numbers: carry them times a power of two.
-        scale = torch.exp2(job.num_tokens.log2().round()) if head.hidden.dtype == torch.float16 else torch.ones_like(job.num_tokens)
+        # float16 gradients of a mean over many tokens would fall below the type's smallest numbers: carry them times a power of two,
+        # a sixteenth of the count, which leaves a token's slope room up to a million.
+        half = head.hidden.dtype == torch.float16
+        scale = torch.exp2(job.num_tokens.log2().round() - 4) if half else torch.ones_like(job.num_tokens)
         grads = HeadGradSum(head, want)
         parts: list[tuple[RowStats, TokenTerms]] = []
 

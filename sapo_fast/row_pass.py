@@ -172,62 +172,67 @@ class TorchRows:
         n, dtype = actions.shape[0], stat_dtype(logits.dtype)
         a = a / temperature
         b = None if b is None else b / temperature
-        wide_a, wide_b, once, first = a, b, None, None
+        same_action, first = a, None
         if rows is not None:
-            # q and H do not depend on the action, so the occurrences of one row share their wide part: sums of A and B a row.
-            wide_a, wide_b, once, first = _merge_repeats(rows, logits.shape[0], a, b)
+            a, b, same_action, first = _merge_repeats(rows, actions, logits.shape, a, b)
+        one_hot = _at_the_action(stats, a, b, same_action).to(out.dtype)
         step = _block_rows(logits.shape[1], dtype, logits.device)
         for lo in range(0, n, step):
             hi = min(lo + step, n)
             x, _, _ = _shifted(logits, lo, hi, rows, value_token_ids, temperature, stats.top[lo:hi])
             q = (x.clamp_(min=_FLOOR[dtype]) - stats.log_sum[lo:hi, None]).exp_()
-            taken = actions[lo:hi, None]
-            # 1 - q_a from log q_a: exact where q_a is near 1.
-            one_hot = a[lo:hi] * -torch.expm1(stats.logprob[lo:hi])
-            if wide_b is None:
-                g = q.mul_(-wide_a[lo:hi, None])
-            else:
-                x.add_(stats.spread[lo:hi, None]).mul_(wide_b[lo:hi, None])
-                one_hot = one_hot + (q.gather(1, taken) * x.gather(1, taken)).squeeze(1)
-                g = q.mul_(x.sub_(wide_a[lo:hi, None]))
-            if once is None:
-                g.scatter_(1, taken, one_hot[:, None])
-                for token in value_token_ids:
-                    g[:, token] = 0.0
-                out[lo:hi] = g
-                continue
-            g.scatter_(1, taken, torch.where(once[lo:hi, None], one_hot[:, None], g.gather(1, taken)))
+            slope = -a[lo:hi, None]
+            if b is not None:
+                slope = x.add_(stats.spread[lo:hi, None]).mul_(b[lo:hi, None]).add_(slope)
+            g = q.mul_(slope)
             for token in value_token_ids:
                 g[:, token] = 0.0
-            # A row whose first occurrence lies in an earlier block is final already; within a block all occurrences write the same.
-            done = first[lo:hi] < lo
-            g = torch.where(done[:, None], out.index_select(0, rows[lo:hi]), g.to(out.dtype))
-            out.index_copy_(0, rows[lo:hi], g)
-        if once is not None:
-            _add_one_hot(out, rows, actions, a.masked_fill(once, 0.0))
+            g = g.to(out.dtype)
+            if rows is None:
+                out[lo:hi] = g.scatter_(1, actions[lo:hi, None], one_hot[lo:hi, None])
+            else:
+                # A row that first occurs in an earlier block is final already; within a block all occurrences write the same.
+                done = first[lo:hi] < lo
+                out.index_copy_(0, rows[lo:hi], torch.where(done[:, None], out.index_select(0, rows[lo:hi]), g))
+        if rows is not None:
+            out.index_put_((rows, actions), one_hot)  # again, the same where it repeats
 
 
-def _merge_repeats(rows: Tensor, total: int, a: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Sums of A and B over the occurrences of each row, spread back on them; which rows occur once; where each first occurs."""
+def _at_the_action(stats: RowStats, a: Tensor, b: Tensor | None, same_action: Tensor) -> Tensor:
+    """The gradient at the action itself, [n], from the statistics alone: P (1 - q) - (A - P) q + B q (log q + H).
 
-    def summed(x: Tensor) -> Tensor:
-        dense = torch.zeros(total, dtype=x.dtype, device=x.device)
-        add_at(dense, rows, x)
-        return dense[rows]
+    A and B are sums over the row's occurrences, P over those with this action. 1 - q comes from log q: exact where q is near 1.
+    """
+    q = stats.logprob.exp()
+    g = same_action * -torch.expm1(stats.logprob) - (a - same_action) * q
+    if b is not None:
+        g = g + b * torch.where(q > 0, q * (stats.logprob + stats.entropy), 0.0)
+    return g
 
-    n = rows.shape[0]
+
+def _merge_repeats(
+    rows: Tensor, actions: Tensor, shape: torch.Size, a: Tensor, b: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """For each occurrence of a row: sums of A and B over all of them, the sum of A over those with the same action, and the first one.
+
+    q and H do not depend on the action, so the occurrences of one row share everything but the entry at their actions.
+    """
+    n, total = rows.shape[0], shape[0]
+
+    def summed(x: Tensor, group: Tensor, groups: int) -> Tensor:
+        dense = torch.zeros(groups, dtype=x.dtype, device=x.device)
+        add_at(dense, group, x)
+        return dense[group]
+
     first = torch.full((total,), n, dtype=torch.int64, device=rows.device)
     first.scatter_reduce_(0, rows, torch.arange(n, device=rows.device), "amin")
-    once = summed(torch.ones_like(a)) == 1
-    return summed(a), None if b is None else summed(b), once, first[rows]
-
-
-def _add_one_hot(out: Tensor, rows: Tensor, actions: Tensor, a: Tensor) -> None:
-    """Add A at the action of every occurrence, in a fixed order: on a CPU by parts below the size from which torch adds in parallel."""
-    part = max(rows.shape[0], 1) if out.is_cuda else 16384
-    for lo in range(0, rows.shape[0], part):
-        at = slice(lo, lo + part)
-        out.index_put_((rows[at], actions[at]), a[at].to(out.dtype), accumulate=True)
+    key = rows * shape[1] + actions
+    order = torch.argsort(key, stable=True)
+    begins = torch.ones(n, dtype=torch.int64, device=rows.device)
+    begins[1:] = key[order].diff() != 0
+    group = torch.empty_like(order)
+    group[order] = begins.cumsum(0) - 1
+    return summed(a, rows, total), None if b is None else summed(b, rows, total), summed(a, group, n), first[rows]
 
 
 backends.register("row_pass", "torch", TorchRows, lambda: None, devices=("any",))
@@ -255,14 +260,16 @@ class HeadGrads(NamedTuple):
 def chunk_rows(head: Head) -> int:
     """How many action rows are projected at once."""
     limit = CHUNK_BYTES.get(head.hidden.device.type, CHUNK_BYTES["cuda"])
-    return max(1, limit // (head.weight.shape[0] * head.hidden.element_size()))
+    size = head.hidden.element_size()
+    if size < 4 and not head.hidden.is_cuda:
+        size += 4  # a float32 copy, for the head's gradient
+    return max(1, limit // (head.weight.shape[0] * size))
 
 
 def project(head: Head, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Gathered hidden rows [n, H] and their logits [n, V] in the model's type."""
     h = head.hidden.index_select(0, rows)
-    z = h @ head.weight.T
-    return h, z if head.bias is None else z.add_(head.bias)
+    return h, torch.nn.functional.linear(h, head.weight, head.bias)  # the bias inside: one rounding
 
 
 class HeadGradSum:

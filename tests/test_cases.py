@@ -334,3 +334,10 @@ def test_truncated_importance_weight_scales_the_policy_term_alone():
     assert torch.allclose(grad({}, small), 0.01 * grad({}, None))
     kl = {"kl_coef": 0.5, "entropy_coef": 0.2}
     assert torch.allclose(grad(kl, small) - grad({}, small), grad(kl, None) - grad({}, None))
+
+
+def test_exactly_at_the_value_clip():
+    """A clip passes gradient at its bounds, and nothing counts as moved or clipped there."""
+    _, metrics, slopes = value([0.2, -0.2], [0.0, 0.0], [1.0, 1.0])
+    assert slopes == pytest.approx([-0.4, -0.6])
+    assert float(metrics["v_moved_fraction"]) == 0 and float(metrics["v_clip_fraction"]) == 0
