@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from sapo_fast import backends, fused_loss, token_logprobs, turn_gae
+from sapo_fast import LossConfig, backends, fused_loss, row_pass, token_logprobs, turn_gae
 
 CPU = torch.device("cpu")
 
@@ -115,3 +115,32 @@ def test_import_needs_torch_and_numpy_alone():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[0.0, 0.0]", done.stderr
+
+
+def test_a_registered_row_kernel_serves_both_public_operations(table):
+    calls = []
+
+    class Counting(row_pass.TorchRows):
+        def stats(self, logits, rows, *rest):
+            calls.append(("stats", tuple(logits.shape), rows is None))
+            return super().stats(logits, rows, *rest)
+
+        def grad(self, logits, rows, actions, stats, a, b, value_token_ids, temperature, out):
+            calls.append(("grad", tuple(logits.shape), rows is None, out is logits))
+            super().grad(logits, rows, actions, stats, a, b, value_token_ids, temperature, out)
+
+    table.register("row_pass", "cpp", Counting, lambda: None, devices=("cpu",), dtypes=(torch.float32,))
+    hidden, head = torch.randn(5, 3, requires_grad=True), torch.randn(7, 3)
+    at = {"value_token_ids": (5, 6), "action_rows": torch.tensor([1, 4]), "actions": torch.tensor([0, 2])}
+    loss = {"old_logprobs": None, "advantages": torch.ones(2), "config": LossConfig(kl_coef=0.0)}
+    fused_loss(hidden=hidden, lm_head=head, **at, **loss)
+    assert calls == [("stats", (2, 7), True), ("grad", (2, 7), True, True)], "compact rows, gradient in place"
+    calls.clear()
+    logits = torch.randn(5, 7, requires_grad=True)
+    fused_loss(logits=logits, **at, **loss).loss.backward()
+    token_logprobs(logits=logits, **at)[0].sum().backward()
+    assert calls == [("stats", (5, 7), False), ("grad", (5, 7), False, False)] * 2, "rows picked from [T, V]"
+    calls.clear()
+    fused_loss(logits=logits.double(), **at, **loss)
+    fused_loss(logits=logits, **at, **loss, impl="torch")
+    assert calls == []
