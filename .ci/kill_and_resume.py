@@ -50,7 +50,8 @@ def main(config: str) -> None:
         assert numbers(straight) == numbers(killed), first_difference(numbers(straight), numbers(killed))
         last = [checkpoint.latest(run / "checkpoints") for run in (straight, killed)]
         states = [json.loads((path / "state.json").read_text()) for path in last]
-        assert last[0].name == last[1].name and states[0] == states[1], "counters, generators or optimizer settings differ"
+        assert checkpoint.iteration_of(last[0]) == checkpoint.iteration_of(last[1])
+        assert states[0] == states[1], first_difference(*([state] for state in states))
         compared = 0
         for file in sorted(last[0].glob("*.safetensors")):
             tensors = [load_file(path / file.name) for path in last]

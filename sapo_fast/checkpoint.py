@@ -229,6 +229,13 @@ def set_generator_state(generator: torch.Generator | np.random.Generator | rando
         generator.setstate((state[0], tuple(state[1]), state[2]))
 
 
+def seed_all(seed: int) -> None:
+    """Seed the global generators (torch on every device, numpy, random): two runs of one configuration then draw alike, resumed or not."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 def rng_state() -> dict[str, Any]:
     """The global generators (torch CPU, every CUDA device, numpy, random) as JSON values."""
     name, keys, position, has_gauss, gauss = np.random.get_state()

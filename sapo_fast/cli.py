@@ -138,8 +138,10 @@ def _train(args: argparse.Namespace) -> None:
 
         print(describe(config, args.resume))
         return
+    from sapo_fast.checkpoint import seed_all
     from sapo_fast.trainer import Trainer
 
+    seed_all(config.seed)
     with run_folder.lock(config.run_dir()):
         metrics = Trainer(config).train(resume=args.resume)
     _print_metrics(metrics)
