@@ -6,9 +6,9 @@ import pytest
 
 from sapo_fast.envs.household import Household
 from sapo_fast.envs.household_expert import ExpertNoise, HouseholdExpert
-from sapo_fast.envs.household_world import PROCESS_OF_TYPE, TASK_TYPES, TOOLS
+from sapo_fast.envs.household_world import NOTHING_HAPPENS, PROCESS_OF_TYPE, TASK_TYPES, TOOLS
 
-PERFECT = {"p_random": 0.0, "p_forget": 0.0, "p_revisit": 0.0, "p_blind": 0.0}
+PERFECT = {"p_random": 0.0, "p_slip": 0.0, "p_forget": 0.0, "p_revisit": 0.0, "p_blind": 0.0}
 SUITE = Household()
 
 
@@ -40,7 +40,7 @@ def test_the_default_expert_wins_about_half():
         assert [turn.reward for turn in episode.turns] == [0.0] * (len(episode.turns) - 1) + [float(episode.won)]
 
 
-@pytest.mark.parametrize("fault", ["p_random", "p_forget", "p_revisit", "p_blind"])
+@pytest.mark.parametrize("fault", ["p_random", "p_slip", "p_forget", "p_revisit", "p_blind"])
 def test_each_fault_costs_turns(fault):
     good = sum(len(episode.turns) for episode in demos(300, noise=PERFECT))
     assert sum(len(episode.turns) for episode in demos(300, noise={**PERFECT, fault: 0.4})) > 1.04 * good
@@ -136,3 +136,11 @@ def test_expert_settings_are_checked():
         SUITE.expert_episodes(1, seed=0, max_turns=0, noise={})
     with pytest.raises(ValueError, match="not a first observation"):
         HouseholdExpert(Random(0), ExpertNoise.none()).start("you see desk 1 .")
+
+
+def test_a_slip_is_answered_with_nothing_happens_and_made_good():
+    episodes = demos(200, noise={**PERFECT, "p_slip": 0.3})
+    turns = [turn for episode in episodes for turn in episode.turns]
+    slips = sum(turn.observation == NOTHING_HAPPENS for turn in turns) / len(turns)
+    assert 0.15 < slips < 0.31
+    assert sum(episode.won for episode in episodes) > 190

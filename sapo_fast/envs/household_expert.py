@@ -37,6 +37,8 @@ class ExpertNoise:
     """How often the expert errs. All probabilities in [0, 1]; ``ExpertNoise.none()`` is the expert at its best.
 
     ``p_random``: each turn, a command drawn from all admissible ones.
+    ``p_slip``: each turn, a hasty command that cannot be done here ("nothing happens"). A clone of an expert who never slips has never read that
+    answer, and repeats itself when its own first slip brings it.
     ``p_forget``: each object taken, its cleaning, heating or cooling is skipped until the failure shows; each closed place reached,
     it is not opened (and passed over, or something is put into it in vain).
     ``p_revisit``: each choice of where to search, a place already searched.
@@ -44,6 +46,7 @@ class ExpertNoise:
     """
 
     p_random: float = 0.3
+    p_slip: float = 0.1
     p_forget: float = 0.4
     p_revisit: float = 0.45
     p_blind: float = 0.8
@@ -55,7 +58,7 @@ class ExpertNoise:
 
     @classmethod
     def none(cls) -> ExpertNoise:
-        return cls(p_random=0.0, p_forget=0.0, p_revisit=0.0, p_blind=0.0)
+        return cls(p_random=0.0, p_slip=0.0, p_forget=0.0, p_revisit=0.0, p_blind=0.0)
 
 
 class HouseholdExpert:
@@ -94,6 +97,8 @@ class HouseholdExpert:
         """The next command. ``admissible`` is what a random command is drawn from."""
         if self._chance(self._noise.p_random) and admissible:
             return self._pick(admissible)
+        if self._chance(self._noise.p_slip) and (slip := self._slip()) not in admissible:
+            return slip
         return self._plan()
 
     def observe(self, command: str, observation: str) -> None:
@@ -127,6 +132,12 @@ class HouseholdExpert:
                 things.remove(LAMP)
                 self._lamp_at = self._at
             self._seen[self._at] = things
+
+    def _slip(self) -> str:
+        """To go where one is, to take or put what is not there, to open what is out of reach."""
+        place, here = self._pick(self._places), self._at or self._pick(self._places)
+        thing = self._held or f"{self._pick((self._object, *PRIORS))} {1 + int(self._rng.random() * 2)}"
+        return self._pick((f"go to {here}", f"take {thing} from {here}", f"open {place}", f"move {thing} to {place}"))
 
     # What to do next.
 
