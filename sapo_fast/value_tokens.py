@@ -6,6 +6,7 @@ Legend: T rows of the logits or hidden states, M value rows, V rows of the LM he
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -26,10 +27,13 @@ def choose_value_tokens(tokenizer: Any, lm_head: Tensor, *, seen_ids: Iterable[i
     """Two ids that are never sampled, never in the input and never shown.
 
     First choice: padding rows of the LM head beyond the tokenizer, ids in [len(tokenizer), V). Else entries the tokenizer keeps in reserve
-    (by name, e.g. ``<|reserved_special_token_0|>``). Among the candidates the two whose rows are nearest, so that V starts near 0.
+    (by name, e.g. ``<|reserved_special_token_0|>``). Else special tokens that the chat template does not use, such as the marks of
+    repositories and notebooks (``<repo_name>``); without a chat template it is not known which these are, and there are none. Among
+    the candidates the two whose rows are nearest, so that V starts near 0.
 
     Args:
-        tokenizer: anything with ``len()`` and, for the second choice, ``get_vocab()`` as Hugging Face tokenizers have.
+        tokenizer: anything with ``len()``; for the second choice also ``get_vocab()``, for the third ``chat_template``,
+            ``apply_chat_template`` and ``added_tokens_decoder``, as Hugging Face tokenizers have.
         lm_head: [V, H] weight of the LM head.
         seen_ids: ids known to occur in data; never chosen.
 
@@ -39,14 +43,16 @@ def choose_value_tokens(tokenizer: Any, lm_head: Tensor, *, seen_ids: Iterable[i
     checks.lm_head_weight(lm_head)
     rows, known, seen = lm_head.shape[0], len(tokenizer), set(seen_ids)
     candidates = [i for i in range(known, rows) if i not in seen]
+    taken = seen | _named_ids(tokenizer)
     if len(candidates) < 2:
-        named = _named_ids(tokenizer)
         vocab = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-        candidates = sorted(i for text, i in vocab.items() if _RESERVED.search(text) and i < rows and i not in named and i not in seen)
+        candidates = sorted(i for text, i in vocab.items() if _RESERVED.search(text) and i < rows and i not in taken)
+    if len(candidates) < 2:
+        candidates = sorted(i for i in _specials_outside_chat(tokenizer) if i < rows and i not in taken)
     if len(candidates) < 2:
         raise ValueError(
-            f"no two spare ids for the value tokens: the tokenizer has {known} entries, the LM head {rows} rows, and no reserved entries "
-            "that do not occur; enlarge the embedding by two rows (model.resize_token_embeddings) or name two ids that never occur"
+            f"no two spare ids for the value tokens: the tokenizer has {known} entries, the LM head {rows} rows, and no reserved or unused "
+            "special entries; enlarge the embedding by two rows (model.resize_token_embeddings) or name two ids that never occur"
         )
     candidates = candidates[:_MOST_CANDIDATES]
     picked = lm_head.detach()[torch.tensor(candidates, device=lm_head.device)].double()
@@ -55,6 +61,25 @@ def choose_value_tokens(tokenizer: Any, lm_head: Tensor, *, seen_ids: Iterable[i
     nearest = int(distance.argmin())
     first, second = sorted(divmod(nearest, len(candidates)))
     return candidates[first], candidates[second]
+
+
+def _specials_outside_chat(tokenizer: Any) -> list[int]:
+    """Special tokens that stand neither in the chat template nor in what it makes of a conversation."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return []
+    text = template if isinstance(template, str) else "\n".join(template.values())
+    # Some templates put a mark together ('<|' + role + '|>'), so that it shows in what they render alone.
+    turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    rendered = []
+    for messages in (turns, [{"role": "system", "content": "system"}, *turns]):
+        # A template refuses roles it does not know (system) by raising whatever it likes.
+        with contextlib.suppress(Exception):
+            rendered.append(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    if not rendered:
+        return []
+    text = "\n".join((text, *rendered))
+    return [i for i, token in tokenizer.added_tokens_decoder.items() if token.special and str(token) not in text]
 
 
 def _named_ids(tokenizer: Any) -> set[int]:

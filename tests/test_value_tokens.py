@@ -68,6 +68,56 @@ def test_reserved_entries_come_second():
     assert choose_value_tokens(tokenizer, head(15, near=(11, 14))) == (13, 14), "a reserved entry used as padding is taken"
 
 
+class ChatTokenizer(Tokenizer):
+    """Special tokens, four of them in the chat template: spelled out, put together, in a branch that a plain conversation does not take,
+    and as the end token."""
+
+    chat_template = "<begin> '<|' + role + '|>' {% if tools %}<tool>{% endif %}"
+
+    def __init__(self, extra=("<begin>", "<|user|>", "<|assistant|>", "<tool>", "<repo>", "word", "<file>"), refuses=()):
+        super().__init__(extra)
+        self.refuses = refuses
+
+    @property
+    def added_tokens_decoder(self):
+        return {i: Added(name) for i, name in enumerate(self.names) if len(name) > 1}
+
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt):
+        assert not tokenize and add_generation_prompt
+        if any(m["role"] in self.refuses for m in messages):
+            raise RuntimeError("no such role")
+        return "<begin>" + "".join(f"<|{m['role']}|>{m['content']}<eos>" for m in messages) + "<|assistant|>"
+
+
+class Added(str):
+    special = property(lambda self: self != "word")
+
+
+def test_specials_that_no_conversation_holds_come_third():
+    near_taken = head(18, near=(11, 12))
+    assert choose_value_tokens(ChatTokenizer(), near_taken) == (15, 17)
+    assert choose_value_tokens(ChatTokenizer(refuses=("system",)), near_taken) == (15, 17)
+    reserved = ChatTokenizer(("<unused0>", "<repo>", "<file>", "<unused1>"))
+    assert choose_value_tokens(reserved, head(15, near=(12, 13))) == (11, 14), "what is reserved by name comes before"
+    for seen in (15, 17):
+        with pytest.raises(ValueError, match="no two spare ids"):
+            choose_value_tokens(ChatTokenizer(), near_taken, seen_ids=[seen])
+    padded = ChatTokenizer()
+    padded.pad_token_id = 15
+    with pytest.raises(ValueError, match="no two spare ids"):
+        choose_value_tokens(padded, near_taken)
+    with pytest.raises(ValueError, match="no two spare ids"):
+        choose_value_tokens(ChatTokenizer(refuses=("user",)), near_taken)
+    silent = ChatTokenizer()
+    silent.chat_template = None
+    with pytest.raises(ValueError, match="no two spare ids"):
+        choose_value_tokens(silent, near_taken)
+    named = ChatTokenizer()
+    named.chat_template = {"default": ChatTokenizer.chat_template, "rag": "<file>"}
+    with pytest.raises(ValueError, match="no two spare ids"):
+        choose_value_tokens(named, near_taken)
+
+
 def test_no_candidates():
     with pytest.raises(ValueError, match="the tokenizer has 11 entries, the LM head 12 rows.*resize_token_embeddings"):
         choose_value_tokens(Tokenizer(), head(12))
