@@ -27,7 +27,7 @@ CHANGES = [
     ("a tile short of the group", "collect<kTwo>(w.tile_maps, w.tile_ready, tile + 1, group_end, lane)", "collect<kTwo>(w.tile_maps, w.tile_ready, tile + 2, group_end, lane)"),
     ("second trajectory of a tile forgotten", "    b = last;\n", "    break;\n"),
     ("masked values read", "  if (e.action) e.value = p.values[t];", "  e.value = p.values[t];"),
-    ("every block merges the moments", "  if (shared.order != static_cast<unsigned>(w.blocks() - 1)) return;\n", ""),
+    ("first block merges the moments", "shared.order != static_cast<unsigned>(w.blocks() - 1)", "shared.order != 0u"),
 ]
 
 
