@@ -18,7 +18,8 @@ from . import checks
 from .row_pass import Head, readout_from_hidden, stat_dtype
 
 # Names tokenizers give to entries kept for later: <|reserved_special_token_7|>, <unused12>, <extra_id_3>, [unused5], <|placeholder1|>.
-_RESERVED = re.compile(r"reserved|unused|extra_id|placeholder|dummy", re.IGNORECASE)
+# Only in brackets: "reserved" and "placeholder" are ordinary words of a large vocabulary as well.
+_RESERVED = re.compile(r"[<\[].*(reserved|unused|extra_id|placeholder|dummy).*[>\]]", re.IGNORECASE)
 # Distances are compared among at most this many candidates: [512, 512] numbers.
 _MOST_CANDIDATES = 512
 
@@ -46,7 +47,7 @@ def choose_value_tokens(tokenizer: Any, lm_head: Tensor, *, seen_ids: Iterable[i
     taken = seen | _named_ids(tokenizer)
     if len(candidates) < 2:
         vocab = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-        candidates = sorted(i for text, i in vocab.items() if _RESERVED.search(text) and i < rows and i not in taken)
+        candidates = sorted(i for text, i in vocab.items() if _RESERVED.fullmatch(text) and i < rows and i not in taken)
     if len(candidates) < 2:
         candidates = sorted(i for i in _specials_outside_chat(tokenizer) if i < rows and i not in taken)
     if len(candidates) < 2:

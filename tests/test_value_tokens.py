@@ -63,6 +63,8 @@ def test_reserved_entries_come_second():
     extra = ("<|reserved_special_token_0|>", "word", "<unused7>", "<|reserved_special_token_1|>")
     ids = choose_value_tokens(Tokenizer(extra), head(15, near=(11, 14)))
     assert ids == (11, 14)
+    words = ("reserved", "unused", *extra)
+    assert choose_value_tokens(Tokenizer(words), head(17, near=(11, 12))) not in [(11, 12)], "ordinary words are no reserve"
     tokenizer = Tokenizer(extra)
     tokenizer.pad_token_id = 11
     assert choose_value_tokens(tokenizer, head(15, near=(11, 14))) == (13, 14), "a reserved entry used as padding is taken"
