@@ -50,15 +50,19 @@ class ModelSection(Section):
 class WarmStartSection(Section):
     """The embedded model's pre-training on the imperfect expert's episodes (all tokens, V and Q on the returns); model.path=tiny only."""
 
-    episodes: int = Field(3000, ge=1, description="expert episodes generated")
-    steps: int = Field(1200, ge=0, description="optimizer steps")
+    episodes: int = Field(6000, ge=1, description="expert episodes generated")
+    steps: int = Field(1800, ge=0, description="optimizer steps")
     batch_tokens: int = Field(2048, ge=64, description="tokens a step, before packing")
-    lr: float = Field(3e-3, gt=0, description="peak learning rate")
+    lr: float = Field(
+        5e-3, gt=0, description="peak learning rate of AdamW (embeddings, norms, biases); Muon's, for the matrices, is 1.2 times that"
+    )
     value_coef: float = Field(
         0.5, ge=0, description="weight of the V and Q regression on the demonstrations' discounted returns; 0 leaves the value cold"
     )
     own_episodes: int = Field(
-        384, ge=0, description="episodes that the clone itself plays after two thirds of the steps, for V and Q to learn its own returns; 0: the expert's"
+        384,
+        ge=0,
+        description="episodes that the clone itself plays after two thirds of the steps, for V and Q to learn its own returns; 0: the expert's",
     )
     expert: dict[str, float] = Field(default_factory=dict, description="the expert's imperfections (see envs); empty: the suite's defaults")
     seed: int = Field(0, ge=0, description="of the episodes, the initial weights and the batches")
@@ -83,7 +87,9 @@ class PromptSection(Section):
         "full", description="full: append-only, turns merge into one row; window: the last turns only, as in the papers"
     )
     window: int = Field(2, ge=0, description="turns shown with history=window")
-    restate_task: bool = Field(False, description="history=full: end every user message with the task, so that a small model need not look back for it")
+    restate_task: bool = Field(
+        False, description="history=full: end every user message with the task, so that a small model need not look back for it"
+    )
     think: bool = Field(False, description="ask for `<think>...</think>` before the action")
     action_tags: bool = Field(False, description="ask for `<action>...</action>`")
     admissible: bool = Field(False, description="list the admissible commands in the prompt")
@@ -153,7 +159,9 @@ class OptimSection(Section):
 class ValueWarmupSection(Section):
     """Values before the first policy step (docs/method.md, What goes wrong)."""
 
-    fit_readout: bool = Field(True, description="fit the value rows to the first batch's returns by ridge regression; the policy does not move")
+    fit_readout: bool = Field(
+        True, description="fit the value rows to the first batch's returns by ridge regression; the policy does not move"
+    )
     iterations: int = Field(5, ge=0, description="iterations that train the value alone; 0: none")
     kl_coef: float = Field(
         1.0, ge=0, description="weight of KL to the frozen policy while warming up: the shared backbone must not move the policy"
