@@ -139,8 +139,9 @@ class Trainer:
             generator = torch.Generator().manual_seed(int(np.random.default_rng([config.seed, iteration, 1]).integers(2**62)))
             updated, log_ratios = learner.update(batch, old, targets, reference, iteration, generator)
         self.engine.weights_changed()
-        metrics |= update_metrics(updated, log_ratios) | {"optim/lr": learner.optimizers["policy"].param_groups[0]["lr"], "warming_up": float(learner.warming_up(iteration))}
-        metrics |= memory_metrics(learner)
+        metrics |= update_metrics(updated, log_ratios) | memory_metrics(learner)
+        metrics["optim/lr"] = learner.optimizers["policy"].param_groups[0]["lr"]
+        metrics["warming_up"] = float(learner.warming_up(iteration))
         metrics["episodes_total"] = float((iteration + 1) * len(trajectories))
         self._write_values(batch, old, targets, iteration)
         return metrics
