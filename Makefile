@@ -1,5 +1,6 @@
 # make demo   from nothing to a trained agent and its plots        make test   tests and lint
 # make lint   ruff                                                make wheel  dist/*.whl
+# make smollm2  a 135M language model: fetched, trained for two iterations, and the run checked (minutes, 10 GB of memory at most)
 # make clean  what was built (the virtual environment and runs/ stay)
 #
 # The environment is made in VENV, once. Another torch: make demo TORCH="torch==2.11.0"; one that the machine has already:
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.sapo_fast
 NATIVE := $(wildcard CMakeLists.txt csrc/*.h csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
 
-.PHONY: demo test lint wheel clean
+.PHONY: demo test lint wheel smollm2 clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -35,6 +36,11 @@ lint: $(READY)
 wheel: $(READY)
 	rm -rf build/lib build/bdist*
 	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+
+smollm2: $(READY)
+	$(PIP) install --quiet "sapo_fast[gguf]"
+	$(BIN)/python examples/smollm2.py
+	$(BIN)/python -m pytest -q -s tests/heavy/smollm2.py
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis sapo_fast.egg-info sapo_fast/*.so sapo_fast/native_build.json
