@@ -284,6 +284,8 @@ def test_a_damaged_checkpoint_is_refused_by_file_name_and_the_one_before_is_used
         load(tmp_path / "iteration-000002")
     assert str(tmp_path / "iteration-000002" / name) in str(caught.value) or name == "manifest.json"
     assert "iteration-000002" in str(caught.value)
+    if damage is cut and name != "manifest.json":
+        assert "bytes instead of" in str(caught.value)
     assert latest(tmp_path).name == "iteration-000001"
     assert "iteration-000002" in caplog.text and caplog.records[0].levelname == "WARNING"
     assert float(load(latest(tmp_path)).tensors["policy"]["w"][0]) == 1.0

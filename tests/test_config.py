@@ -42,6 +42,12 @@ def test_floats_as_people_write_them(tmp_path, text):
     assert load_config(None, [f"optim.lr={text}"]).optim.lr == 1e-6
 
 
+def test_a_configuration_made_in_python_is_as_strict():
+    for wrong in ({"sed": 1}, {"optim": {"learning_rate": 1.0}}, {"seed": "1"}):
+        with pytest.raises(ValueError):
+            Config(**wrong)
+
+
 def test_an_empty_file_and_an_empty_section_mean_the_defaults(tmp_path):
     assert load_config(write(tmp_path, "# nothing\n"), []) == Config()
     assert load_config(write(tmp_path, "optim:\n  # lr: 3\nseed: 1\n"), ["optim.lr=3"]).optim.lr == 3
