@@ -57,7 +57,10 @@ def cpu_obstacle() -> str | None:
     torch_dir = torch_directory()
     if torch_dir is None:
         return "torch is not importable in the build environment (install torch first, then: pip install --no-build-isolation ...)"
-    version = importlib.metadata.version("torch")
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "torch is importable but was not installed by a package manager, so its version is unknown"
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < MIN_TORCH:
         return f"torch {version} is older than {MIN_TORCH[0]}.{MIN_TORCH[1]}, the stable ABI the sources target"
     if not (torch_dir / "include" / "torch" / "csrc" / "stable" / "library.h").exists():
@@ -140,8 +143,11 @@ class BuildNative(build_ext):
             options.append(f"-DCMAKE_CUDA_COMPILER={find_nvcc()}")
         if ninja := which("ninja"):
             options += ["-GNinja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-        run = dict(check=True, stdout=sys.stderr)  # pip reads the standard output of some hooks
-        subprocess.run([cmake, "-S", str(ROOT), "-B", str(BUILD_DIR), *options], **run)
+        run = {"check": True, "stdout": sys.stderr}  # pip reads the standard output of some hooks
+        configure = [cmake, "-S", str(ROOT), "-B", str(BUILD_DIR), *options]
+        if subprocess.run(configure, stdout=sys.stderr).returncode != 0:  # it may be the cache of another cmake, generator or torch
+            shutil.rmtree(BUILD_DIR, ignore_errors=True)
+            subprocess.run(configure, **run)
         jobs = [] if "CMAKE_BUILD_PARALLEL_LEVEL" in os.environ else ["--parallel", str(os.cpu_count() or 1)]
         subprocess.run([cmake, "--build", str(BUILD_DIR), "--target", name, *jobs], **run)
 

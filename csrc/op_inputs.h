@@ -51,6 +51,8 @@ inline const uint8_t* bytes(const Tensor& x) { return static_cast<const uint8_t*
 inline const uint8_t* bytes(const OptionalTensor& x) { return x ? bytes(*x) : nullptr; }
 inline const double* doubles(const Tensor& x) { return static_cast<const double*>(x.const_data_ptr()); }
 
+inline Offsets offsets_of(const Tensor& x) { return {x.const_data_ptr(), x.scalar_type() == ScalarType::Long}; }
+
 template <class T>
 T* writable(const Tensor& x) {
   return static_cast<T*>(x.mutable_data_ptr());
@@ -72,7 +74,7 @@ inline Call make_call(const Tensor& rewards, const Tensor& values, const Optiona
   Problem& p = call.problem;
   p.total = rewards.numel();
   p.trajectories = offsets.numel() - 1;
-  p.offsets = {offsets.const_data_ptr(), offsets.scalar_type() == ScalarType::Long};
+  p.offsets = offsets_of(offsets);
   p.rewards = floats(rewards);
   p.values = floats(values);
   p.q_values = floats(q_values);

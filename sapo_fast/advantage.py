@@ -143,13 +143,12 @@ def token_gae(
     """
     checks.token_gae(rewards, values, mask, cu_tokens, gamma, lam, impl)
     with torch.no_grad():
-        keep, offsets = mask != 0, cu_tokens.to(torch.int64)
+        keep, offsets = mask if mask.dtype == torch.bool else mask != 0, cu_tokens.to(torch.int64)
         dtype = torch.float64 if torch.float64 in (rewards.dtype, values.dtype) else torch.float32
-        checks.paid_tokens(rewards, keep, offsets)
         backend, _ = backends.select("turn_gae", impl, rewards.device, dtype)
         if backend in ("cpp", "cuda"):  # the native libraries have a token form of their own
-            advantages, returns = native.token_gae(rewards.to(dtype), values.to(dtype), keep, offsets, gamma, lam)
-            checks.token_values(values, keep, advantages)
+            advantages, returns, moments = native.token_gae(rewards.to(dtype), values.to(dtype), keep, offsets, gamma, lam)
+            checks.token_values(values, keep, moments)
             return advantages, returns
         return _token_gae_by_turns(rewards, values, keep, offsets, gamma, lam, impl, dtype)
 

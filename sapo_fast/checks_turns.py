@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends, checks
+from . import backends, checks, native
 
 
 def _offsets(data: checks.Data, name: str, offsets: Tensor, total: int, of: str) -> None:
@@ -45,7 +45,7 @@ def turn_gae(
         raise ValueError("cu_turns must be [B + 1] offsets starting at 0, got an empty tensor; for no trajectories give [0]")
     if bootstrap is not None:
         checks.floats("bootstrap", bootstrap, cu_turns.shape[0] - 1, device, "trajectory (len(cu_turns) - 1)")
-    if not check:
+    if not check or native.sound(rewards, values, q_values, bootstrap, None, cu_turns):
         return
     data = checks.Data()
     _offsets(data, "cu_turns", cu_turns, total, "turns")
@@ -78,13 +78,16 @@ def token_gae(rewards: Any, values: Any, mask: Any, cu_tokens: Any, gamma: Any, 
     checks.integers("cu_tokens", cu_tokens, None, device, "sequence")
     if cu_tokens.shape[0] == 0:
         raise ValueError("cu_tokens must be [B + 1] offsets starting at 0, got an empty tensor; for no sequences give [0]")
+    if native.sound(rewards, None, None, None, mask, cu_tokens):
+        return
     data = checks.Data()
     _offsets(data, "cu_tokens", cu_tokens, total, "tokens")
     data.finite("rewards", rewards)
     data.settle()
+    _paid_tokens(rewards, mask != 0, cu_tokens.to(torch.int64))
 
 
-def paid_tokens(rewards: Tensor, keep: Tensor, cu_tokens: Tensor) -> None:
+def _paid_tokens(rewards: Tensor, keep: Tensor, cu_tokens: Tensor) -> None:
     """A reward before the first response token of its sequence is nobody's."""
     elsewhere = (rewards != 0) & ~keep
     if not bool(elsewhere.any()):
@@ -100,9 +103,9 @@ def paid_tokens(rewards: Tensor, keep: Tensor, cu_tokens: Tensor) -> None:
         )
 
 
-def token_values(values: Tensor, keep: Tensor, advantages: Tensor) -> None:
-    """Non-finite values of response tokens, found by the advantages they made."""
-    if not bool(advantages.isfinite().all()) and bool((bad := keep & ~values.isfinite()).any()):
+def token_values(values: Tensor, keep: Tensor, moments: Tensor) -> None:
+    """Non-finite values of response tokens, found by the moments of the advantages they made (`native`)."""
+    if not bool(moments[1].isfinite()) and bool((bad := keep & ~values.isfinite()).any()):
         where = int(bad.nonzero()[0])
         raise ValueError(f"values[{where}] = {float(values[where])} is not finite")
 

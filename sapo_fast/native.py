@@ -8,6 +8,7 @@ torch. The operators, ``torch.ops.sapo_fast.*``, take contiguous tensors of one 
 ``token_gae(rewards, values, bootstrap, action_mask, cu_tokens, gamma, lam, lam_v)``
     -> advantages, v_targets (both 0 where the mask is), q_targets [0], moments. A token outside the mask neither steps nor decays; a reward it
     carries goes to the action before it.
+``sound(rewards, values, q_values, bootstrap, actions, offsets)`` -> bool, on the CPU: do the data obey every rule?
 ``normalize(advantages, moments, invalid, valid, invalid_penalty, eps, min_std)`` -> (A - penalty - mean) / (std + eps), as `normalize_advantages`.
 
 Moments, [4] float64: count, mean, sum of squared deviations and largest size of the advantages as returned, valid turns only, less the penalty of invalid
@@ -30,7 +31,7 @@ from torch import Tensor
 from . import backends
 
 #: Raised together with SAPO_INTERFACE_VERSION in csrc/interface.h.
-INTERFACE = 1
+INTERFACE = 2
 
 _HERE = Path(__file__).resolve().parent
 
@@ -148,11 +149,32 @@ def _turn_gae(
     return advantages, v_targets, None if q_values is None else q_targets
 
 
-def token_gae(rewards: Tensor, values: Tensor, keep: Tensor, cu_tokens: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) of the tokens where ``keep`` is; one lambda, nothing after the last token. Any strides."""
+def token_gae(rewards: Tensor, values: Tensor, keep: Tensor, cu_tokens: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(advantages, returns, moments) of the tokens where ``keep`` is; one lambda, nothing after the last token. Any strides."""
     given = (rewards.contiguous(), values.contiguous(), None, keep.contiguous(), cu_tokens.contiguous())
-    advantages, returns, _, _ = torch.ops.sapo_fast.token_gae(*given, gamma, lam, lam)
-    return advantages, returns
+    advantages, returns, _, moments = torch.ops.sapo_fast.token_gae(*given, gamma, lam, lam)
+    return advantages, returns, moments
+
+
+def sound(
+    rewards: Tensor,
+    values: Tensor | None,
+    q_values: Tensor | None,
+    bootstrap: Tensor | None,
+    actions: Tensor | None,
+    offsets: Tensor,
+) -> bool:
+    """True: the data obey every rule (offsets, finite numbers; with ``actions``, no reward before the first action). One pass.
+
+    False: they do not, or this cannot tell: another device or type, strides, no library. Then the checks in torch decide, and find the words.
+    """
+    floats = [x for x in (rewards, values, q_values, bootstrap) if x is not None]
+    plain = all(x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous() for x in floats)
+    plain = plain and offsets.dtype in (torch.int32, torch.int64) and offsets.is_contiguous()
+    plain = plain and (actions is None or (actions.dtype == torch.bool and actions.is_contiguous()))
+    if not plain or torch.compiler.is_compiling() or cpu_obstacle() is not None:
+        return False
+    return torch.ops.sapo_fast.sound(rewards, values, q_values, bootstrap, actions, offsets)
 
 
 backends.register("turn_gae", "cpp", lambda: _turn_gae, cpu_obstacle, devices=("cpu",), dtypes=(torch.float32,))

@@ -138,6 +138,28 @@ def test_what_is_not_finite_stays_in_its_trajectory(bad):
     assert not spoilt.advantages[9:21].isfinite().any() and spoilt.advantages[21:39].isfinite().all()
 
 
+def test_sound_tells_every_fault():
+    """The one-pass check says no where the checks in torch would raise, and leaves to them what it cannot judge."""
+    p = ragged(12, [3, 0, 70_000])
+    r, v, q, after, cu = (p[k] for k in ("rewards", "values", "q_values", "bootstrap", "cu_turns"))
+    assert native.sound(r, v, q, after, None, cu) and native.sound(r, None, None, None, None, cu.int())
+    for at in (0, 2, 40_000, 70_002):
+        for i, bad in enumerate((float("nan"), float("inf"), float("-inf"))):
+            spoilt = [x.clone() for x in (r, v, q)]
+            spoilt[i][at] = bad
+            assert not native.sound(*spoilt, after, None, cu)
+    assert not native.sound(r, v, q, torch.tensor([0.0, 0.0, float("nan")]), None, cu)
+    for offsets in ([1, 3, 3, 70_003], [0, 3, 2, 70_003], [0, 3, 3, 70_002]):
+        assert not native.sound(r, v, q, after, None, torch.tensor(offsets))
+    assert not native.sound(r.double(), v, q, after, None, cu)  # another type
+    actions = torch.ones_like(r, dtype=torch.bool)
+    assert native.sound(r, None, None, None, actions, cu)
+    actions[3] = False  # the first of its trajectory, and paid
+    assert not native.sound(r, None, None, None, actions, cu)
+    r[3] = 0.0
+    assert native.sound(r, None, None, None, actions, cu)
+
+
 # ------------------------------------------------------------------------------------------------------------------- tokens
 
 

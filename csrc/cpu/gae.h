@@ -10,6 +10,7 @@ using Loop = Moments (*)(const Problem&, int64_t first, int64_t last);
 
 struct Loops {
   Loop turns, tokens;
+  bool (*finite)(const float*, int64_t count);  // no NaN and no infinity among them
 };
 
 // The loops for this processor, chosen once.

@@ -218,8 +218,15 @@ Moments tokens(const Problem& p, int64_t first, int64_t last) {
   return (p.two() ? loop<true, true, false, true> : loop<true, false, false, true>)(p, first, last);
 }
 
+bool finite(const float* x, int64_t count) {
+  constexpr uint32_t kExponent = 0x7f800000;  // all ones: infinite or NaN
+  uint32_t found = 0;
+  for (int64_t i = 0; i < count; ++i) found |= (std::bit_cast<uint32_t>(x[i]) & kExponent) == kExponent;
+  return !found;
+}
+
 }  // namespace
 
-extern const Loops loops = {turns, tokens};
+extern const Loops loops = {turns, tokens, finite};
 
 }  // namespace sapo::cpu::SAPO_ISA
