@@ -3,6 +3,7 @@
 import math
 import os
 import socket
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -214,7 +215,7 @@ def test_normalize_bad_input(change, story):
 def _rank(rank: int, size: int, port: int, parts: list, results) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60))
     group = torch.distributed.group.WORLD
     found = [normalize_advantages(a, invalid=i, process_group=group) for a, i in parts[rank]]
     bad = torch.tensor([1.0, math.nan]) if rank == 1 else torch.tensor([1.0])
@@ -241,11 +242,11 @@ def test_two_processes_normalise_as_one():
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    workers = [context.Process(target=_rank, args=(rank, 2, port, parts, results)) for rank in range(2)]
+    results = context.Queue()
+    workers = [context.Process(target=_rank, args=(rank, 2, port, parts, results), daemon=True) for rank in range(2)]
     for w in workers:
         w.start()
-    found = dict((rank, (x, message)) for rank, x, message in (results.get() for _ in workers))
+    found = dict((rank, (x, message)) for rank, x, message in (results.get(timeout=150) for _ in workers))
     for w in workers:
         w.join(60)
         assert w.exitcode == 0
