@@ -41,11 +41,11 @@ class Trainer:
         self.config, self.progress = config, progress
         if config.threads:
             torch.set_num_threads(config.threads)
-        torch.manual_seed(config.seed)
         self.run_dir = Path(config.run_dir())
         self.algorithm = ALGORITHMS[config.algorithm]
         self.suite = make_suite(config.env.name, config.env.options)
         self.policy: Policy = build_policy(config, self.suite, progress=progress)
+        checkpoint.seed_all(config.seed)  # after the policy: a warm start made now or found in the cache must not matter
         self.learner = Learner(config, self.algorithm, self.policy)
         builder = prompt_builder(config, self.suite, self.policy.tokenizer)
         self.engine = make_engine(config, self.policy)
@@ -84,7 +84,7 @@ class Trainer:
                         self.save()
                 shown |= {"success": f"{metrics['train/success']:.2f}"}
                 shown |= {"panel": f"{metrics['eval/success']:.2f}"} if "eval/success" in metrics else {}
-                bar.set_postfix(shown)
+                bar.set_postfix(shown, refresh=False)
                 bar.update()
             final = self.evaluate_panel()
             self.tracker.log(config.iterations, final)
@@ -195,7 +195,7 @@ class Trainer:
         if list(self.policy.value_token_ids) != state["value_token_ids"]:
             raise ValueError(
                 f"{where} was trained with value tokens {state['value_token_ids']}, this run has {list(self.policy.value_token_ids)}; "
-                "set model.value_tokens to the checkpoint's, or start anew with --resume never"
+                "set model.value_tokens to the checkpoint's, or another output_dir"
             )
         learner = self.learner
         checkpoint.copy_into(checkpoint.unique_tensors(self.policy.model), tensors["policy"])

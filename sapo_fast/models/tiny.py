@@ -225,7 +225,7 @@ def warm_start(config: Config, suite: Demonstrator, builder_for: BuilderFor, pla
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if step % 10 == 0:
-            bar.set_postfix(loss=f"{words.item():.3f}")
+            bar.set_postfix(loss=f"{words.item():.3f}", refresh=False)
     return policy
 
 
