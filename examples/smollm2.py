@@ -39,11 +39,13 @@ def fetch(folder: Path) -> Path:
 def convert(gguf: Path, directory: Path) -> None:
     """Write model and tokenizer of a GGUF file as a Hugging Face directory, which is there whole or not at all."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+    # Where transformers can keep GGUF weights packed, it must be told to unpack them: packed ones can neither be trained nor saved.
+    unpack = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, **unpack)
     temporary = directory.with_name(f".tmp-{directory.name}-{os.getpid()}")
     try:
         model.save_pretrained(temporary)
