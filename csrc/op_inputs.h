@@ -51,8 +51,6 @@ inline const uint8_t* bytes(const Tensor& x) { return static_cast<const uint8_t*
 inline const uint8_t* bytes(const OptionalTensor& x) { return x ? bytes(*x) : nullptr; }
 inline const double* doubles(const Tensor& x) { return static_cast<const double*>(x.const_data_ptr()); }
 
-inline Offsets offsets_of(const Tensor& x) { return {x.const_data_ptr(), x.scalar_type() == ScalarType::Long}; }
-
 template <class T>
 T* writable(const Tensor& x) {
   return static_cast<T*>(x.mutable_data_ptr());
@@ -65,7 +63,7 @@ struct Call {
 };
 
 inline Call make_call(const Tensor& rewards, const Tensor& values, const OptionalTensor& q_values, const OptionalTensor& bootstrap,
-                      const Tensor& offsets, double gamma, double lam, double lam_v) {
+                      const Tensor& offsets, double gamma, double lam, double lam_v, bool check) {
   check_inputs(rewards, values, q_values, bootstrap, offsets);
   const std::array<int64_t, 1> total = {rewards.numel()}, none = {0}, four = {4};
   Call call{{},
@@ -74,7 +72,7 @@ inline Call make_call(const Tensor& rewards, const Tensor& values, const Optiona
   Problem& p = call.problem;
   p.total = rewards.numel();
   p.trajectories = offsets.numel() - 1;
-  p.offsets = offsets_of(offsets);
+  p.offsets = {offsets.const_data_ptr(), offsets.scalar_type() == ScalarType::Long};
   p.rewards = floats(rewards);
   p.values = floats(values);
   p.q_values = floats(q_values);
@@ -86,13 +84,14 @@ inline Call make_call(const Tensor& rewards, const Tensor& values, const Optiona
   p.gamma = gamma;
   p.policy = Decay::of(gamma, lam);
   p.value = Decay::of(gamma, lam_v);
+  p.check = check;
   return call;
 }
 
 inline Call turn_call(const Tensor& rewards, const Tensor& values, const OptionalTensor& q_values, const OptionalTensor& bootstrap,
                       const OptionalTensor& invalid, const OptionalTensor& valid, const Tensor& cu_turns, double gamma, double lam, double lam_v,
-                      double invalid_penalty) {
-  Call call = make_call(rewards, values, q_values, bootstrap, cu_turns, gamma, lam, lam_v);
+                      double invalid_penalty, bool check) {
+  Call call = make_call(rewards, values, q_values, bootstrap, cu_turns, gamma, lam, lam_v, check);
   check_flags("invalid", invalid, rewards);
   check_flags("valid", valid, rewards);
   call.problem.invalid = bytes(invalid);
@@ -102,8 +101,8 @@ inline Call turn_call(const Tensor& rewards, const Tensor& values, const Optiona
 }
 
 inline Call token_call(const Tensor& rewards, const Tensor& values, const OptionalTensor& bootstrap, const Tensor& action_mask,
-                       const Tensor& cu_tokens, double gamma, double lam, double lam_v) {
-  Call call = make_call(rewards, values, std::nullopt, bootstrap, cu_tokens, gamma, lam, lam_v);
+                       const Tensor& cu_tokens, double gamma, double lam, double lam_v, bool check) {
+  Call call = make_call(rewards, values, std::nullopt, bootstrap, cu_tokens, gamma, lam, lam_v, check);
   check_flags("action_mask", action_mask, rewards);
   call.problem.actions = bytes(action_mask);
   return call;

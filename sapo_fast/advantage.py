@@ -59,18 +59,24 @@ def turn_gae(
         ValueError: lengths or types that do not fit, offsets that do not start at 0, fall, or end elsewhere than T, a non-finite reward or
             value (named by trajectory and turn), gamma or lam outside [0, 1], unknown impl.
     """
-    checks.turn_gae(rewards, values, q_values, cu_turns, gamma, lam, lam_v, bootstrap, impl, check)
+    checks.turn_gae(rewards, values, q_values, cu_turns, gamma, lam, lam_v, bootstrap, impl)
     given = [x for x in (rewards, values, q_values, bootstrap) if x is not None]
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in given) else torch.float32
+    backend, fn = backends.select("turn_gae", impl, rewards.device, dtype)
     with torch.no_grad():
-        rewards, values = rewards.to(dtype).contiguous(), values.to(dtype).contiguous()
-        q_values = None if q_values is None else q_values.to(dtype).contiguous()
-        offsets = cu_turns.to(torch.int64).contiguous()
-        if bootstrap is None:
-            bootstrap = rewards.new_zeros(offsets.shape[0] - 1)
-        bootstrap = bootstrap.to(dtype).contiguous()
-        _, fn = backends.select("turn_gae", impl, rewards.device, dtype)
-        return TurnTargets(*fn(rewards, values, q_values, bootstrap, offsets, gamma, lam, lam if lam_v is None else lam_v))
+
+        def plain(x: Tensor) -> Tensor:
+            return x.to(dtype).contiguous()
+
+        after = rewards.new_zeros(cu_turns.shape[0] - 1) if bootstrap is None else bootstrap
+        arguments = (plain(rewards), plain(values), None if q_values is None else plain(q_values), plain(after))
+        arguments += (cu_turns.to(torch.int64).contiguous(), gamma, lam, lam if lam_v is None else lam_v)
+        looks_itself = backend == "cpp" and fn is native.turn_gae
+        if check and looks_itself and (found := native.checked_turn_gae(*arguments)) is not None:
+            return TurnTargets(*found)
+        if check:
+            checks.turn_data(rewards, values, q_values, cu_turns, bootstrap)
+        return TurnTargets(*fn(*arguments))
 
 
 def _turn_gae_torch(
@@ -145,12 +151,14 @@ def token_gae(
     with torch.no_grad():
         keep, offsets = mask if mask.dtype == torch.bool else mask != 0, cu_tokens.to(torch.int64)
         dtype = torch.float64 if torch.float64 in (rewards.dtype, values.dtype) else torch.float32
-        backend, _ = backends.select("turn_gae", impl, rewards.device, dtype)
-        if backend in ("cpp", "cuda"):  # the native libraries have a token form of their own
-            advantages, returns, moments = native.token_gae(rewards.to(dtype), values.to(dtype), keep, offsets, gamma, lam)
-            checks.token_values(values, keep, moments)
-            return advantages, returns
-        return _token_gae_by_turns(rewards, values, keep, offsets, gamma, lam, impl, dtype)
+        backend, fn = backends.select("turn_gae", impl, rewards.device, dtype)
+        native_form = fn is native.turn_gae  # the native libraries have a token form of their own
+        arguments = (rewards.to(dtype), values.to(dtype), keep, offsets, gamma, lam)
+        if native_form and backend == "cpp" and (found := native.token_gae(*arguments, check=True)) is not None:
+            return found
+        checks.token_data(rewards, keep, cu_tokens)
+        checks.token_values(values, keep)
+        return native.token_gae(*arguments, check=False) if native_form else _token_gae_by_turns(*arguments, impl)
 
 
 def _token_gae_by_turns(
@@ -161,17 +169,16 @@ def _token_gae_by_turns(
     gamma: float,
     lam: float,
     impl: str,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Response tokens alone are turns of one token; each gets the rewards up to the next."""
     count = torch.zeros(keep.shape[0] + 1, dtype=torch.int64, device=keep.device)
     count[1:] = keep.cumsum(0)
-    total = int(count[-1])
+    total, dtype = int(count[-1]), rewards.dtype
     earned = torch.zeros(total + 1, dtype=torch.float64, device=keep.device)
     paid = rewards != 0
     earned.index_add_(0, torch.where(paid, count[1:] - 1, total), torch.where(paid, rewards, 0).double())
-    targets = turn_gae(earned[:total].to(dtype), values[keep].to(dtype), cu_turns=count[cu_tokens], gamma=gamma, lam=lam, impl=impl)
-    advantages, returns = torch.zeros(keep.shape[0], dtype=dtype, device=keep.device), torch.zeros_like(values, dtype=dtype)
+    targets = turn_gae(earned[:total].to(dtype), values[keep], cu_turns=count[cu_tokens], gamma=gamma, lam=lam, impl=impl)
+    advantages, returns = torch.zeros(keep.shape[0], dtype=dtype, device=keep.device), torch.zeros_like(values)
     advantages[keep], returns[keep] = targets.advantages, targets.v_targets
     return advantages, returns
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends, checks, native
+from . import backends, checks
 
 
 def _offsets(data: checks.Data, name: str, offsets: Tensor, total: int, of: str) -> None:
@@ -30,8 +30,8 @@ def turn_gae(
     lam_v: Any,
     bootstrap: Any,
     impl: Any,
-    check: bool,
 ) -> None:
+    """Everything but the data."""
     backends.check_impl(impl)
     for name, x in (("gamma", gamma), ("lam", lam), ("lam_v", 0 if lam_v is None else lam_v)):
         checks.fraction(name, x)
@@ -45,10 +45,13 @@ def turn_gae(
         raise ValueError("cu_turns must be [B + 1] offsets starting at 0, got an empty tensor; for no trajectories give [0]")
     if bootstrap is not None:
         checks.floats("bootstrap", bootstrap, cu_turns.shape[0] - 1, device, "trajectory (len(cu_turns) - 1)")
-    if not check or native.sound(rewards, values, q_values, bootstrap, None, cu_turns):
-        return
+
+
+def turn_data(rewards: Tensor, values: Tensor, q_values: Tensor | None, cu_turns: Tensor, bootstrap: Tensor | None) -> None:
+    """Offsets that rise from 0 to T, and finite numbers."""
+    device = rewards.device
     data = checks.Data()
-    _offsets(data, "cu_turns", cu_turns, total, "turns")
+    _offsets(data, "cu_turns", cu_turns, rewards.shape[0], "turns")
     ends = cu_turns.to(torch.int64)
 
     def finite(name: str, x: Tensor) -> None:
@@ -78,13 +81,15 @@ def token_gae(rewards: Any, values: Any, mask: Any, cu_tokens: Any, gamma: Any, 
     checks.integers("cu_tokens", cu_tokens, None, device, "sequence")
     if cu_tokens.shape[0] == 0:
         raise ValueError("cu_tokens must be [B + 1] offsets starting at 0, got an empty tensor; for no sequences give [0]")
-    if native.sound(rewards, None, None, None, mask, cu_tokens):
-        return
+
+
+def token_data(rewards: Tensor, keep: Tensor, cu_tokens: Tensor) -> None:
+    """Offsets that rise from 0 to L, finite rewards, each with a response token to go to; values are looked at where they are used."""
     data = checks.Data()
-    _offsets(data, "cu_tokens", cu_tokens, total, "tokens")
+    _offsets(data, "cu_tokens", cu_tokens, rewards.shape[0], "tokens")
     data.finite("rewards", rewards)
     data.settle()
-    _paid_tokens(rewards, mask != 0, cu_tokens.to(torch.int64))
+    _paid_tokens(rewards, keep, cu_tokens.to(torch.int64))
 
 
 def _paid_tokens(rewards: Tensor, keep: Tensor, cu_tokens: Tensor) -> None:
@@ -103,9 +108,9 @@ def _paid_tokens(rewards: Tensor, keep: Tensor, cu_tokens: Tensor) -> None:
         )
 
 
-def token_values(values: Tensor, keep: Tensor, moments: Tensor) -> None:
-    """Non-finite values of response tokens, found by the moments of the advantages they made (`native`)."""
-    if not bool(moments[1].isfinite()) and bool((bad := keep & ~values.isfinite()).any()):
+def token_values(values: Tensor, keep: Tensor) -> None:
+    bad = keep & ~values.isfinite()
+    if bool(bad.any()):
         where = int(bad.nonzero()[0])
         raise ValueError(f"values[{where}] = {float(values[where])} is not finite")
 

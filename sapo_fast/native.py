@@ -3,13 +3,15 @@
 ``_cpu.abi3.so`` and ``_cuda.abi3.so`` lie beside this file where an install could build them (see setup.py); without them everything works in plain
 torch. The operators, ``torch.ops.sapo_fast.*``, take contiguous tensors of one device and return new ones:
 
-``turn_gae(rewards, values, q_values, bootstrap, invalid, valid, cu_turns, gamma, lam, lam_v, invalid_penalty)``
+``turn_gae(rewards, values, q_values, bootstrap, invalid, valid, cu_turns, gamma, lam, lam_v, invalid_penalty, check)``
     -> advantages, v_targets, q_targets ([0] without q_values), moments.
-``token_gae(rewards, values, bootstrap, action_mask, cu_tokens, gamma, lam, lam_v)``
+``token_gae(rewards, values, bootstrap, action_mask, cu_tokens, gamma, lam, lam_v, check)``
     -> advantages, v_targets (both 0 where the mask is), q_targets [0], moments. A token outside the mask neither steps nor decays; a reward it
     carries goes to the action before it.
-``sound(rewards, values, q_values, bootstrap, actions, offsets)`` -> bool, on the CPU: do the data obey every rule?
 ``normalize(advantages, moments, invalid, valid, invalid_penalty, eps, min_std)`` -> (A - penalty - mean) / (std + eps), as `normalize_advantages`.
+
+With ``check`` the CPU operators look at the data on their way and raise RuntimeError on a number that is not finite, or a token paid before the
+first action of its trajectory; which one it is the checks in torch find out. The CUDA operators never look.
 
 Moments, [4] float64: count, mean, sum of squared deviations and largest size of the advantages as returned, valid turns only, less the penalty of invalid
 ones. They come out of the same pass and stay on the device.
@@ -24,6 +26,7 @@ import ctypes
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +34,7 @@ from torch import Tensor
 from . import backends
 
 #: Raised together with SAPO_INTERFACE_VERSION in csrc/interface.h.
-INTERFACE = 2
+INTERFACE = 3
 
 _HERE = Path(__file__).resolve().parent
 
@@ -79,7 +82,7 @@ def cuda_obstacle() -> str | None:
         return reason
     try:
         one = torch.ones(1, device="cuda")
-        torch.ops.sapo_fast.turn_gae(one, one, None, None, None, None, torch.tensor([0, 1], device="cuda"), 1.0, 1.0, 1.0, 0.0)
+        torch.ops.sapo_fast.turn_gae(one, one, None, None, None, None, torch.tensor([0, 1], device="cuda"), 1.0, 1.0, 1.0, 0.0, False)
         torch.cuda.synchronize()
     except RuntimeError as error:
         name = torch.cuda.get_device_name()
@@ -104,6 +107,7 @@ def _turn_gae_fake(
     lam: float,
     lam_v: float,
     invalid_penalty: float,
+    check: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _targets_fake(rewards, q_values is not None)
 
@@ -117,6 +121,7 @@ def _token_gae_fake(
     gamma: float,
     lam: float,
     lam_v: float,
+    check: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _targets_fake(rewards, False)
 
@@ -133,7 +138,7 @@ def _normalize_fake(
     return torch.empty_like(advantages)
 
 
-def _turn_gae(
+def turn_gae(
     rewards: Tensor,
     values: Tensor,
     q_values: Tensor | None,
@@ -142,40 +147,40 @@ def _turn_gae(
     gamma: float,
     lam: float,
     lam_v: float,
+    check: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The registry's form of the operator (`backends`)."""
-    found = torch.ops.sapo_fast.turn_gae(rewards, values, q_values, bootstrap, None, None, cu_turns, gamma, lam, lam_v, 0.0)
+    """The registry's form of the operator (`backends`), and on the CPU ``check``."""
+    found = torch.ops.sapo_fast.turn_gae(rewards, values, q_values, bootstrap, None, None, cu_turns, gamma, lam, lam_v, 0.0, check)
     advantages, v_targets, q_targets, _ = found
     return advantages, v_targets, None if q_values is None else q_targets
 
 
-def token_gae(rewards: Tensor, values: Tensor, keep: Tensor, cu_tokens: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(advantages, returns, moments) of the tokens where ``keep`` is; one lambda, nothing after the last token. Any strides."""
-    given = (rewards.contiguous(), values.contiguous(), None, keep.contiguous(), cu_tokens.contiguous())
-    advantages, returns, _, moments = torch.ops.sapo_fast.token_gae(*given, gamma, lam, lam)
-    return advantages, returns, moments
+def checked_turn_gae(*given: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """`backends`' turn_gae on the CPU, looking at the data on its way. None: they break a rule, and checks in torch must say which."""
+    try:
+        return turn_gae(*given, check=True)
+    except RuntimeError:
+        return None
 
 
-def sound(
+def token_gae(
     rewards: Tensor,
-    values: Tensor | None,
-    q_values: Tensor | None,
-    bootstrap: Tensor | None,
-    actions: Tensor | None,
-    offsets: Tensor,
-) -> bool:
-    """True: the data obey every rule (offsets, finite numbers; with ``actions``, no reward before the first action). One pass.
-
-    False: they do not, or this cannot tell: another device or type, strides, no library. Then the checks in torch decide, and find the words.
-    """
-    floats = [x for x in (rewards, values, q_values, bootstrap) if x is not None]
-    plain = all(x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous() for x in floats)
-    plain = plain and offsets.dtype in (torch.int32, torch.int64) and offsets.is_contiguous()
-    plain = plain and (actions is None or (actions.dtype == torch.bool and actions.is_contiguous()))
-    if not plain or torch.compiler.is_compiling() or cpu_obstacle() is not None:
-        return False
-    return torch.ops.sapo_fast.sound(rewards, values, q_values, bootstrap, actions, offsets)
+    values: Tensor,
+    keep: Tensor,
+    cu_tokens: Tensor,
+    gamma: float,
+    lam: float,
+    check: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """(advantages, returns) of the tokens where ``keep`` is; one lambda, nothing after the last token. Any strides. None as `checked_turn_gae`."""
+    given = (rewards.contiguous(), values.contiguous(), None, keep.contiguous(), cu_tokens.contiguous())
+    try:
+        return torch.ops.sapo_fast.token_gae(*given, gamma, lam, lam, check)[:2]
+    except RuntimeError:
+        if not check:
+            raise
+        return None
 
 
-backends.register("turn_gae", "cpp", lambda: _turn_gae, cpu_obstacle, devices=("cpu",), dtypes=(torch.float32,))
-backends.register("turn_gae", "cuda", lambda: _turn_gae, cuda_obstacle, devices=("cuda",), dtypes=(torch.float32,))
+backends.register("turn_gae", "cpp", lambda: turn_gae, cpu_obstacle, devices=("cpu",), dtypes=(torch.float32,))
+backends.register("turn_gae", "cuda", lambda: turn_gae, cuda_obstacle, devices=("cuda",), dtypes=(torch.float32,))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends
+from . import backends, native
 from . import checks_turns as checks
 from .advantage import TurnTargets, gather_moments, merge_moments, normalize_advantages, turn_gae
 
@@ -46,16 +46,19 @@ def normalized_turn_gae(
     Raises:
         ValueError: as the two functions do.
     """
-    checks.turn_gae(rewards, values, q_values, cu_turns, gamma, lam, lam_v, bootstrap, impl, check)
+    checks.turn_gae(rewards, values, q_values, cu_turns, gamma, lam, lam_v, bootstrap, impl)
     checks.normalize_advantages(rewards, invalid, invalid_penalty, eps, min_std, valid)
     given = [x for x in (rewards, values, q_values, bootstrap) if x is not None]
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in given) else torch.float32
-    backend, _ = backends.select("turn_gae", impl, rewards.device, dtype)
-    if backend not in ("cpp", "cuda"):
-        options = {"gamma": gamma, "lam": lam, "lam_v": lam_v, "bootstrap": bootstrap, "impl": impl, "check": False}
+    _, fn = backends.select("turn_gae", impl, rewards.device, dtype)
+    if fn is not native.turn_gae:
+        options = {"gamma": gamma, "lam": lam, "lam_v": lam_v, "bootstrap": bootstrap, "impl": impl, "check": check}
         targets = turn_gae(rewards, values, q_values, cu_turns=cu_turns, **options)
         penalty = {"invalid": invalid, "invalid_penalty": invalid_penalty, "valid": valid}
         return targets, normalize_advantages(targets.advantages, **penalty, eps=eps, min_std=min_std, process_group=process_group)
+
+    if check:
+        checks.turn_data(rewards, values, q_values, cu_turns, bootstrap)
 
     def floats(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.to(dtype).contiguous()
@@ -67,7 +70,7 @@ def normalized_turn_gae(
         ops = torch.ops.sapo_fast
         r, v, q, after, bad, counted = floats(rewards), floats(values), floats(q_values), floats(bootstrap), flags(invalid), flags(valid)
         offsets = (cu_turns if cu_turns.dtype == torch.int32 else cu_turns.to(torch.int64)).contiguous()
-        found = ops.turn_gae(r, v, q, after, bad, counted, offsets, gamma, lam, lam if lam_v is None else lam_v, invalid_penalty)
+        found = ops.turn_gae(r, v, q, after, bad, counted, offsets, gamma, lam, lam if lam_v is None else lam_v, invalid_penalty, False)
         advantages, v_targets, q_targets, moments = found
         parts = moments[None] if process_group is None else gather_moments(moments, process_group)
         if check:

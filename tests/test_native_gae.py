@@ -92,7 +92,7 @@ def test_equals_the_reference_in_float64():
 def test_any_number_of_threads_gives_the_same_bits():
     p = ragged(3, random.Random(3).choices([1, 7, 50, 3000, 20_000], k=60))
     flags = torch.rand(p["rewards"].shape[0], generator=torch.Generator().manual_seed(0))
-    args = (p["rewards"], p["values"], p["q_values"], p["bootstrap"], flags < 0.1, flags < 0.9, p["cu_turns"], 0.99, 0.95, 0.9, 0.1)
+    args = (p["rewards"], p["values"], p["q_values"], p["bootstrap"], flags < 0.1, flags < 0.9, p["cu_turns"], 0.99, 0.95, 0.9, 0.1, False)
     before = torch.get_num_threads()
     try:
         runs = []
@@ -119,7 +119,7 @@ def test_no_turns():
         found = turn_gae(torch.zeros(0), torch.zeros(0), torch.zeros(0), cu_turns=torch.tensor(cu), impl="cpp")
         assert [x.shape for x in found] == [(0,)] * 3
     empty = torch.zeros(0)
-    moments = torch.ops.sapo_fast.turn_gae(empty, empty, None, None, None, None, torch.tensor([0]), 1.0, 1.0, 1.0, 0.0)[3]
+    moments = torch.ops.sapo_fast.turn_gae(empty, empty, None, None, None, None, torch.tensor([0]), 1.0, 1.0, 1.0, 0.0, True)[3]
     assert moments.tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
@@ -138,26 +138,36 @@ def test_what_is_not_finite_stays_in_its_trajectory(bad):
     assert not spoilt.advantages[9:21].isfinite().any() and spoilt.advantages[21:39].isfinite().all()
 
 
-def test_sound_tells_every_fault():
-    """The one-pass check says no where the checks in torch would raise, and leaves to them what it cannot judge."""
+def test_the_operator_sees_every_fault():
+    """The check on the way says no where the checks in torch raise; those then find the words."""
     p = ragged(12, [3, 0, 70_000])
     r, v, q, after, cu = (p[k] for k in ("rewards", "values", "q_values", "bootstrap", "cu_turns"))
-    assert native.sound(r, v, q, after, None, cu) and native.sound(r, None, None, None, None, cu.int())
+
+    def refused(r, v, q, after, cu):
+        try:
+            torch.ops.sapo_fast.turn_gae(r, v, q, after, None, None, cu, 1.0, 1.0, 1.0, 0.0, True)
+        except RuntimeError:
+            with pytest.raises(ValueError):
+                turn_gae(r, v, q, cu_turns=cu, bootstrap=after, impl="cpp")
+            return True
+        return False
+
+    assert not refused(r, v, q, after, cu)
     for at in (0, 2, 40_000, 70_002):
         for i, bad in enumerate((float("nan"), float("inf"), float("-inf"))):
             spoilt = [x.clone() for x in (r, v, q)]
             spoilt[i][at] = bad
-            assert not native.sound(*spoilt, after, None, cu)
-    assert not native.sound(r, v, q, torch.tensor([0.0, 0.0, float("nan")]), None, cu)
+            assert refused(*spoilt, after, cu)
+    for at in range(3):  # also that of the empty trajectory
+        assert refused(r, v, q, torch.where(torch.arange(3) == at, float("nan"), after), cu)
     for offsets in ([1, 3, 3, 70_003], [0, 3, 2, 70_003], [0, 3, 3, 70_002]):
-        assert not native.sound(r, v, q, after, None, torch.tensor(offsets))
-    assert not native.sound(r.double(), v, q, after, None, cu)  # another type
-    actions = torch.ones_like(r, dtype=torch.bool)
-    assert native.sound(r, None, None, None, actions, cu)
-    actions[3] = False  # the first of its trajectory, and paid
-    assert not native.sound(r, None, None, None, actions, cu)
-    r[3] = 0.0
-    assert native.sound(r, None, None, None, actions, cu)
+        assert refused(r, v, q, after, torch.tensor(offsets))
+
+
+def test_numbers_that_overflow_are_no_fault_of_the_input():
+    r = torch.full((4,), 3e38)
+    for impl in ("cpp", "torch"):
+        assert turn_gae(r, -r, cu_turns=torch.tensor([0, 4]), gamma=1.0, lam=1.0, impl=impl).advantages.tolist() == [float("inf")] * 4
 
 
 # ------------------------------------------------------------------------------------------------------------------- tokens
@@ -187,12 +197,20 @@ def test_a_token_value_that_is_not_finite_is_named():
         token_gae(torch.zeros(4), values, torch.tensor([1, 1, 1, 1]), cu_tokens=torch.tensor([0, 4]), impl="cpp")
 
 
+def test_a_token_paid_before_any_action_is_refused():
+    mask = torch.tensor([True, False, False, True])
+    cu = torch.tensor([0, 1, 4])
+    token_gae(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.zeros(4), mask, cu_tokens=cu, impl="cpp")
+    with pytest.raises(ValueError, match=r"rewards\[2\] is non-zero before the first response token of sequence 1"):
+        token_gae(torch.tensor([1.0, 0.0, 0.5, 1.0]), torch.zeros(4), mask, cu_tokens=cu, impl="cpp")
+
+
 def test_tokens_with_two_lambdas_and_bootstrap_are_turns_when_all_are_actions():
     p = ragged(6, [4, 0, 700, 2000])
     mask = torch.ones(len(p["rewards"]), dtype=torch.bool)
     ops = torch.ops.sapo_fast
-    tokens = ops.token_gae(p["rewards"], p["values"], p["bootstrap"], mask, p["cu_turns"], 0.99, 0.95, 0.8)
-    turns = ops.turn_gae(p["rewards"], p["values"], None, p["bootstrap"], None, None, p["cu_turns"], 0.99, 0.95, 0.8, 0.0)
+    tokens = ops.token_gae(p["rewards"], p["values"], p["bootstrap"], mask, p["cu_turns"], 0.99, 0.95, 0.8, True)
+    turns = ops.turn_gae(p["rewards"], p["values"], None, p["bootstrap"], None, None, p["cu_turns"], 0.99, 0.95, 0.8, 0.0, True)
     for a, b in zip(tokens[:3], turns[:3], strict=True):
         assert torch.allclose(a, b, rtol=1.2e-7, atol=1e-12)
     assert torch.allclose(tokens[3], turns[3], rtol=1e-7)
@@ -207,7 +225,7 @@ def test_moments_are_those_of_the_advantages(offset):
     p["rewards"] += offset
     flags = torch.rand(len(p["rewards"]), generator=torch.Generator().manual_seed(1))
     invalid, valid = flags < 0.2, flags < 0.8
-    args = (p["rewards"], p["values"], None, None, invalid, valid, p["cu_turns"], 0.9, 0.9, 0.9, 0.25)
+    args = (p["rewards"], p["values"], None, None, invalid, valid, p["cu_turns"], 0.9, 0.9, 0.9, 0.25, True)
     advantages, _, _, moments = torch.ops.sapo_fast.turn_gae(*args)
     x = (advantages.double() - 0.25 * invalid)[valid]
     want = [len(x), float(x.mean()), float((x - x.mean()).square().sum()), float(x.abs().max())]
@@ -244,9 +262,9 @@ def operator_cases() -> list[tuple[str, tuple]]:
     r, v, q, after, cu = (p[k] for k in ("rewards", "values", "q_values", "bootstrap", "cu_turns"))
     flag = r > 0
     return [
-        ("turn_gae", (r, v, q, after, flag, flag, cu, 0.9, 0.9, 0.8, 0.1)),
-        ("turn_gae", (r, v, None, None, None, None, cu.int(), 0.9, 0.9, 0.9, 0.0)),
-        ("token_gae", (r, v, after, flag, cu, 0.9, 0.9, 0.8)),
+        ("turn_gae", (r, v, q, after, flag, flag, cu, 0.9, 0.9, 0.8, 0.1, True)),
+        ("turn_gae", (r, v, None, None, None, None, cu.int(), 0.9, 0.9, 0.9, 0.0, False)),
+        ("token_gae", (r, v, after, flag, cu, 0.9, 0.9, 0.8, False)),
         ("normalize", (r, torch.tensor([9.0, 0.1, 4.0, 2.0], dtype=torch.float64), flag, None, 0.1, 1e-8, 1e-4)),
     ]
 
@@ -260,7 +278,7 @@ def test_compiles_without_a_break():
     p = ragged(10, [3, 6])
 
     def step(rewards, values, q_values, cu_turns):
-        found = torch.ops.sapo_fast.turn_gae(rewards * 2, values, q_values, None, None, None, cu_turns, 0.9, 0.9, 0.9, 0.0)
+        found = torch.ops.sapo_fast.turn_gae(rewards * 2, values, q_values, None, None, None, cu_turns, 0.9, 0.9, 0.9, 0.0, True)
         return found[0] + 1, found[3]
 
     args = (p["rewards"], p["values"], p["q_values"], p["cu_turns"])
@@ -272,7 +290,7 @@ def test_a_direct_call_cannot_read_out_of_bounds():
     p = ragged(11, [4, 5])
     r, v, cu = p["rewards"], p["values"], p["cu_turns"]
     op = torch.ops.sapo_fast.turn_gae
-    rest = (0.9, 0.9, 0.9, 0.0)
+    rest = (0.9, 0.9, 0.9, 0.0, False)
     for args, words in (
         ((r, v[:-1], None, None, None, None, cu), "values must have shape"),
         ((r, v.double(), None, None, None, None, cu), "values has the wrong dtype"),

@@ -36,6 +36,7 @@ struct Problem {
   Decay policy;            // of the advantages
   Decay value;             // of the value targets
   double invalid_penalty;  // off the advantage of an invalid action, in the moments only
+  bool check;              // look at the data too; the CPU alone does
 
   SAPO_HD bool two() const { return policy.carried != value.carried || policy.valued != value.valued; }
 };

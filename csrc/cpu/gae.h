@@ -5,12 +5,16 @@
 
 namespace sapo::cpu {
 
-// Trajectories [first, last) of a problem: writes their targets, returns the moments.
-using Loop = Moments (*)(const Problem&, int64_t first, int64_t last);
+struct Part {
+  Moments moments{0.0, 0.0, 0.0, 0.0};
+  bool sound = true;  // with Problem::check: every number finite, and no token paid before the first action of its trajectory
+};
+
+// Trajectories [first, last) of a problem: writes their targets.
+using Loop = Part (*)(const Problem&, int64_t first, int64_t last);
 
 struct Loops {
   Loop turns, tokens;
-  bool (*finite)(const float*, int64_t count);  // no NaN and no infinity among them
 };
 
 // The loops for this processor, chosen once.
@@ -36,18 +40,22 @@ inline int64_t first_from(const Problem& problem, int64_t position) {
   return low;
 }
 
-inline Moments run_unit(Loop loop, const Problem& problem, int64_t unit) {
+inline Part run_unit(Loop loop, const Problem& problem, int64_t unit) {
   return loop(problem, first_from(problem, unit * kStretch), first_from(problem, (unit + 1) * kStretch));
 }
 
-// Merges the moments of all units, in order, into the problem's own.
-inline void finish(const Problem& problem, const Moments* parts, int64_t count) {
-  Moments all{0.0, 0.0, 0.0, 0.0};
-  for (int64_t unit = 0; unit < count; ++unit) all = merge(all, parts[unit]);
-  problem.moments[0] = all.count;
-  problem.moments[1] = all.mean;
-  problem.moments[2] = all.m2;
-  problem.moments[3] = all.size;
+// Merges the moments of all units, in order, into the problem's own. False: `check` found something unsound.
+inline bool finish(const Problem& problem, const Part* parts, int64_t count) {
+  Part all;
+  for (int64_t unit = 0; unit < count; ++unit) {
+    all.moments = merge(all.moments, parts[unit].moments);
+    all.sound = all.sound && parts[unit].sound;
+  }
+  problem.moments[0] = all.moments.count;
+  problem.moments[1] = all.moments.mean;
+  problem.moments[2] = all.moments.m2;
+  problem.moments[3] = all.moments.size;
+  return all.sound;
 }
 
 }  // namespace sapo::cpu

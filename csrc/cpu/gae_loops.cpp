@@ -163,25 +163,41 @@ void add_to(Sums& sums, const float* advantages, Counted counted, int64_t begin,
   for (; t < end; ++t) add_one();
 }
 
+// No NaN and no infinity among them.
+bool finite(const float* x, int64_t begin, int64_t end) {
+  constexpr uint32_t kExponent = 0x7f800000;  // all ones in both
+  uint32_t found = 0;
+  for (int64_t i = begin; i < end; ++i) found |= (std::bit_cast<uint32_t>(x[i]) & kExponent) == kExponent;
+  return !found;
+}
+
 // Turns whose results still sit in the first-level cache when their moments are summed.
 constexpr int64_t kPiece = 1024;
 
 template <bool kTokens, bool kTwo, bool kQ, bool kFlags>
-Moments loop(const Problem& problem, int64_t first, int64_t last) {
+Part loop(const Problem& problem, int64_t first, int64_t last) {
   const Problem p = problem;  // a copy no store can alias, so that it stays in registers
   const Counted counted{kTokens ? p.actions : p.valid, p.invalid, p.invalid_penalty};
   Sums sums;
-  int64_t summed = first < last ? p.offsets[first] : 0;  // everything before it is in the sums
-  int64_t begin = summed;
+  Part part;
+  // A number that is not finite shows in the advantage of its own turn, or in the rewards of a token before the first action (below). Q values have no part
+  // in advantages.
+  const auto settle = [&](int64_t begin, int64_t end) {
+    add_to<kFlags>(sums, p.advantages, counted, begin, end);
+    if (p.check) part.sound = part.sound && finite(p.advantages, begin, end) && (!kQ || finite(p.q_values, begin, end));
+  };
+  int64_t settled = first < last ? p.offsets[first] : 0;  // everything before it is in the sums
+  int64_t begin = settled;
   for (int64_t b = first; b < last; ++b) {
     const int64_t end = p.offsets[b + 1];
-    if (begin == end) continue;
     double q_next = p.bootstrap ? p.bootstrap[b] : 0.0;
+    if (p.check && !std::isfinite(q_next)) part.sound = false;
+    if (begin == end) continue;
     Carry policy(p.policy, p.gamma * q_next), value(p.value, p.gamma * q_next);
     const bool long_one = end - begin > kPiece;
     if (long_one) {
-      add_to<kFlags>(sums, p.advantages, counted, summed, begin);
-      summed = end;
+      settle(settled, begin);
+      settled = end;
     }
     for (int64_t high = end; high > begin;) {
       const int64_t low = std::max(begin, high - kPiece);
@@ -194,39 +210,36 @@ Moments loop(const Problem& problem, int64_t first, int64_t last) {
         sarsa_targets(p, low, high, q_next);
         q_next = p.q_values[low];
       }
-      if (long_one) add_to<kFlags>(sums, p.advantages, counted, low, high);
+      if (long_one) settle(low, high);
       high = low;
     }
-    if (end - summed >= kPiece) {
-      add_to<kFlags>(sums, p.advantages, counted, summed, end);
-      summed = end;
+    if constexpr (kTokens) {
+      for (int64_t t = begin; p.check && t < end && !p.actions[t]; ++t) part.sound = part.sound && p.rewards[t] == 0.0f;
+    }
+    if (end - settled >= kPiece) {
+      settle(settled, end);
+      settled = end;
     }
     begin = end;
   }
-  add_to<kFlags>(sums, p.advantages, counted, summed, begin);
-  return sums.finish();
+  settle(settled, begin);
+  part.moments = sums.finish();
+  return part;
 }
 
-Moments turns(const Problem& p, int64_t first, int64_t last) {
+Part turns(const Problem& p, int64_t first, int64_t last) {
   static constexpr Loop table[8] = {
       loop<false, false, false, false>, loop<false, false, false, true>, loop<false, false, true, false>, loop<false, false, true, true>,
       loop<false, true, false, false>,  loop<false, true, false, true>,  loop<false, true, true, false>,  loop<false, true, true, true>};
   return table[4 * p.two() + 2 * (p.q_values != nullptr) + (p.invalid || p.valid)](p, first, last);
 }
 
-Moments tokens(const Problem& p, int64_t first, int64_t last) {
+Part tokens(const Problem& p, int64_t first, int64_t last) {
   return (p.two() ? loop<true, true, false, true> : loop<true, false, false, true>)(p, first, last);
-}
-
-bool finite(const float* x, int64_t count) {
-  constexpr uint32_t kExponent = 0x7f800000;  // all ones: infinite or NaN
-  uint32_t found = 0;
-  for (int64_t i = 0; i < count; ++i) found |= (std::bit_cast<uint32_t>(x[i]) & kExponent) == kExponent;
-  return !found;
 }
 
 }  // namespace
 
-extern const Loops loops = {turns, tokens, finite};
+extern const Loops loops = {turns, tokens};
 
 }  // namespace sapo::cpu::SAPO_ISA

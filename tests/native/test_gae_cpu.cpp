@@ -22,14 +22,30 @@ using cases::Case;
 using cases::Random;
 using cases::Result;
 
-Result run(const sapo::cpu::Loops& loops, const Case& c) {
+// No token before the first action of its trajectory is paid.
+bool obeys(const Case& c) {
+  for (int64_t b = 0; c.tokens && b < c.trajectories(); ++b) {
+    for (auto t = static_cast<size_t>(c.wide_offsets[static_cast<size_t>(b)]); t < static_cast<size_t>(c.wide_offsets[static_cast<size_t>(b) + 1]); ++t) {
+      if (c.actions[t]) break;
+      if (c.rewards[t] != 0.0f) return false;
+    }
+  }
+  return true;
+}
+
+// `sound` is what the checks must say.
+Result run(const sapo::cpu::Loops& loops, const Case& c, bool sound) {
   Result result(c);
-  const sapo::Problem p = problem_of(c, result);
-  std::vector<sapo::Moments> parts(static_cast<size_t>(sapo::cpu::units(p)));
+  sapo::Problem p = problem_of(c, result);
+  p.check = true;
+  std::vector<sapo::cpu::Part> parts(static_cast<size_t>(sapo::cpu::units(p)));
   // Backwards: the order in which threads finish must not matter.
   const sapo::cpu::Loop loop = c.tokens ? loops.tokens : loops.turns;
   for (size_t unit = parts.size(); unit-- > 0;) parts[unit] = sapo::cpu::run_unit(loop, p, static_cast<int64_t>(unit));
-  sapo::cpu::finish(p, parts.data(), static_cast<int64_t>(parts.size()));
+  if (sapo::cpu::finish(p, parts.data(), static_cast<int64_t>(parts.size())) != sound) {
+    std::printf("the checks must say %s\n", sound ? "sound" : "unsound");
+    std::exit(1);
+  }
   return result;
 }
 
@@ -42,10 +58,10 @@ void try_loops(const char* name, const sapo::cpu::Loops& loops, int64_t count, u
     Case c = cases::random_case(random, pieces ? 1024 : 8, pieces ? 30000 : 2000);
     turns += c.total();
     const std::string label = std::string(name) + " case " + std::to_string(i);
-    const Result result = run(loops, c);
+    const Result result = run(loops, c, obeys(c));
     cases::check(c, result, label);
     const int64_t poisoned = cases::poison(c, random);
-    if (poisoned >= 0) cases::check_confined(c, poisoned, result, run(loops, c), label);
+    if (poisoned >= 0) cases::check_confined(c, poisoned, result, run(loops, c, false), label);
   }
   std::printf("%s: %lld random problems, %lld turns: right, confined\n", name, static_cast<long long>(count), static_cast<long long>(turns));
 }
