@@ -72,7 +72,7 @@ def test_two_iterations_are_done(run):
 def test_the_first_minibatch_finds_the_log_probs_unchanged(run):
     for line in run.metrics:
         assert 0 <= line["policy/first_log_ratio_max"] <= 1e-5
-        assert line["rollout/logprob_gap_max"] <= 1e-3, "the engine's log-probs are the trainer's, up to the rounding of other matrix shapes"
+        assert line["rollout/logprob_gap_max"] <= 2e-4, "the engine's log-probs are the trainer's, up to the rounding of other matrix shapes"
 
 
 def test_no_value_token_is_sampled_or_shown(run):
