@@ -2,7 +2,7 @@
 
     python bench/gae.py [--threads N] [--device cpu|cuda] [--out bench/results] [--quick]
 
-Writes gae_<device>.csv and gae_<device>.png. Rivals are written here from their published definitions, because their packages pull whole training stacks:
+Writes gae_cpu_t<threads>.csv or gae_cuda.csv, and the same as .png. Rivals are written here from their published definitions, because their packages pull whole training stacks:
 verl's `compute_gae_advantage_return`, the loop TRL's PPO trainer had, OpenRLHF's `get_advantages_and_returns`. All work on padded [B, longest] tensors;
 padding is not timed, nor is whitening. torchrl's `vec_generalized_advantage_estimate` is used where it is installed.
 Methods take turns, round by round; a cell is the median over rounds. Ours computes three results (advantages, V and Q targets) and their moments, the
@@ -163,7 +163,7 @@ def methods(case: Case, device: str) -> dict[str, Callable[[], Any]]:
 
         def operator() -> Any:
             r, v, _ = case.arrays()
-            return torch.ops.sapo_fast.token_gae(r, v, None, case.mask, case.cu, GAMMA, LAM, LAM, False)
+            return torch.ops.sapo_fast.token_gae(r, v, None, case.mask, case.cu, GAMMA, LAM, LAM, False, False)
 
         ways[native] = ours_tokens(native)
         ways[f"{native}, check=False"] = operator
@@ -358,7 +358,7 @@ def main() -> None:
         "load_after": f"{os.getloadavg()[0]:.1f}",
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    target = options.out / f"gae_{options.device}.csv"
+    target = options.out / ("gae_cuda.csv" if options.device == "cuda" else f"gae_cpu_t{options.threads}.csv")
     with target.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *about])
         writer.writeheader()

@@ -2,4 +2,4 @@
 // older build are refused instead of called.
 #pragma once
 
-#define SAPO_INTERFACE_VERSION 3
+#define SAPO_INTERFACE_VERSION 4

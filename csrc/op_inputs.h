@@ -19,7 +19,7 @@ namespace sapo {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
-using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // advantages, v_targets, q_targets (empty without Q), moments
+using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // advantages, v_targets, q_targets, moments (the last two empty where not wanted)
 
 inline void check_vector(const char* name, const Tensor& x, ScalarType type, int64_t length, const Tensor& like) {
   STD_TORCH_CHECK(x.dim() == 1 && x.size(0) == length, name, " must have shape [", length, "]");
@@ -63,12 +63,12 @@ struct Call {
 };
 
 inline Call make_call(const Tensor& rewards, const Tensor& values, const OptionalTensor& q_values, const OptionalTensor& bootstrap,
-                      const Tensor& offsets, double gamma, double lam, double lam_v, bool check) {
+                      const Tensor& offsets, double gamma, double lam, double lam_v, bool check, bool moments) {
   check_inputs(rewards, values, q_values, bootstrap, offsets);
   const std::array<int64_t, 1> total = {rewards.numel()}, none = {0}, four = {4};
   Call call{{},
             {torch::stable::empty_like(rewards), torch::stable::empty_like(rewards), torch::stable::new_empty(rewards, q_values ? total : none),
-             torch::stable::new_empty(rewards, four, ScalarType::Double)}};
+             torch::stable::new_empty(rewards, moments ? four : none, ScalarType::Double)}};
   Problem& p = call.problem;
   p.total = rewards.numel();
   p.trajectories = offsets.numel() - 1;
@@ -80,7 +80,7 @@ inline Call make_call(const Tensor& rewards, const Tensor& values, const Optiona
   p.advantages = writable<float>(std::get<0>(call.outputs));
   p.v_targets = writable<float>(std::get<1>(call.outputs));
   p.q_targets = writable<float>(std::get<2>(call.outputs));
-  p.moments = writable<double>(std::get<3>(call.outputs));
+  p.moments = moments ? writable<double>(std::get<3>(call.outputs)) : nullptr;
   p.gamma = gamma;
   p.policy = Decay::of(gamma, lam);
   p.value = Decay::of(gamma, lam_v);
@@ -90,8 +90,8 @@ inline Call make_call(const Tensor& rewards, const Tensor& values, const Optiona
 
 inline Call turn_call(const Tensor& rewards, const Tensor& values, const OptionalTensor& q_values, const OptionalTensor& bootstrap,
                       const OptionalTensor& invalid, const OptionalTensor& valid, const Tensor& cu_turns, double gamma, double lam, double lam_v,
-                      double invalid_penalty, bool check) {
-  Call call = make_call(rewards, values, q_values, bootstrap, cu_turns, gamma, lam, lam_v, check);
+                      double invalid_penalty, bool check, bool moments) {
+  Call call = make_call(rewards, values, q_values, bootstrap, cu_turns, gamma, lam, lam_v, check, moments);
   check_flags("invalid", invalid, rewards);
   check_flags("valid", valid, rewards);
   call.problem.invalid = bytes(invalid);
@@ -101,8 +101,8 @@ inline Call turn_call(const Tensor& rewards, const Tensor& values, const Optiona
 }
 
 inline Call token_call(const Tensor& rewards, const Tensor& values, const OptionalTensor& bootstrap, const Tensor& action_mask,
-                       const Tensor& cu_tokens, double gamma, double lam, double lam_v, bool check) {
-  Call call = make_call(rewards, values, std::nullopt, bootstrap, cu_tokens, gamma, lam, lam_v, check);
+                       const Tensor& cu_tokens, double gamma, double lam, double lam_v, bool check, bool moments) {
+  Call call = make_call(rewards, values, std::nullopt, bootstrap, cu_tokens, gamma, lam, lam_v, check, moments);
   check_flags("action_mask", action_mask, rewards);
   call.problem.actions = bytes(action_mask);
   return call;

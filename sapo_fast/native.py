@@ -3,9 +3,9 @@
 ``_cpu.abi3.so`` and ``_cuda.abi3.so`` lie beside this file where an install could build them (see setup.py); without them everything works in plain
 torch. The operators, ``torch.ops.sapo_fast.*``, take contiguous tensors of one device and return new ones:
 
-``turn_gae(rewards, values, q_values, bootstrap, invalid, valid, cu_turns, gamma, lam, lam_v, invalid_penalty, check)``
-    -> advantages, v_targets, q_targets ([0] without q_values), moments.
-``token_gae(rewards, values, bootstrap, action_mask, cu_tokens, gamma, lam, lam_v, check)``
+``turn_gae(rewards, values, q_values, bootstrap, invalid, valid, cu_turns, gamma, lam, lam_v, invalid_penalty, check, moments)``
+    -> advantages, v_targets, q_targets ([0] without q_values), moments ([0] where not wanted).
+``token_gae(rewards, values, bootstrap, action_mask, cu_tokens, gamma, lam, lam_v, check, moments)``
     -> advantages, v_targets (both 0 where the mask is), q_targets [0], moments. A token outside the mask neither steps nor decays; a reward it
     carries goes to the action before it.
 ``normalize(advantages, moments, invalid, valid, invalid_penalty, eps, min_std)`` -> (A - penalty - mean) / (std + eps), as `normalize_advantages`.
@@ -34,7 +34,7 @@ from torch import Tensor
 from . import backends
 
 #: Raised together with SAPO_INTERFACE_VERSION in csrc/interface.h.
-INTERFACE = 3
+INTERFACE = 4
 
 _HERE = Path(__file__).resolve().parent
 
@@ -82,7 +82,7 @@ def cuda_obstacle() -> str | None:
         return reason
     try:
         one = torch.ones(1, device="cuda")
-        torch.ops.sapo_fast.turn_gae(one, one, None, None, None, None, torch.tensor([0, 1], device="cuda"), 1.0, 1.0, 1.0, 0.0, False)
+        torch.ops.sapo_fast.turn_gae(one, one, None, None, None, None, torch.tensor([0, 1], device="cuda"), 1.0, 1.0, 1.0, 0.0, False, True)
         torch.cuda.synchronize()
     except RuntimeError as error:
         name = torch.cuda.get_device_name()
@@ -90,9 +90,9 @@ def cuda_obstacle() -> str | None:
     return None
 
 
-def _targets_fake(rewards: Tensor, with_q: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _targets_fake(rewards: Tensor, with_q: bool, moments: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q_targets = torch.empty_like(rewards) if with_q else rewards.new_empty(0)
-    return torch.empty_like(rewards), torch.empty_like(rewards), q_targets, rewards.new_empty(4, dtype=torch.float64)
+    return torch.empty_like(rewards), torch.empty_like(rewards), q_targets, rewards.new_empty(4 if moments else 0, dtype=torch.float64)
 
 
 def _turn_gae_fake(
@@ -108,8 +108,9 @@ def _turn_gae_fake(
     lam_v: float,
     invalid_penalty: float,
     check: bool,
+    moments: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _targets_fake(rewards, q_values is not None)
+    return _targets_fake(rewards, q_values is not None, moments)
 
 
 def _token_gae_fake(
@@ -122,8 +123,9 @@ def _token_gae_fake(
     lam: float,
     lam_v: float,
     check: bool,
+    moments: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _targets_fake(rewards, False)
+    return _targets_fake(rewards, False, moments)
 
 
 def _normalize_fake(
@@ -150,7 +152,7 @@ def turn_gae(
     check: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The registry's form of the operator (`backends`), and on the CPU ``check``."""
-    found = torch.ops.sapo_fast.turn_gae(rewards, values, q_values, bootstrap, None, None, cu_turns, gamma, lam, lam_v, 0.0, check)
+    found = torch.ops.sapo_fast.turn_gae(rewards, values, q_values, bootstrap, None, None, cu_turns, gamma, lam, lam_v, 0.0, check, False)
     advantages, v_targets, q_targets, _ = found
     return advantages, v_targets, None if q_values is None else q_targets
 
@@ -175,7 +177,7 @@ def token_gae(
     """(advantages, returns) of the tokens where ``keep`` is; one lambda, nothing after the last token. Any strides. None as `checked_turn_gae`."""
     given = (rewards.contiguous(), values.contiguous(), None, keep.contiguous(), cu_tokens.contiguous())
     try:
-        return torch.ops.sapo_fast.token_gae(*given, gamma, lam, lam, check)[:2]
+        return torch.ops.sapo_fast.token_gae(*given, gamma, lam, lam, check, False)[:2]
     except RuntimeError:
         if not check:
             raise

@@ -92,7 +92,7 @@ def test_equals_the_reference_in_float64():
 def test_any_number_of_threads_gives_the_same_bits():
     p = ragged(3, random.Random(3).choices([1, 7, 50, 3000, 20_000], k=60))
     flags = torch.rand(p["rewards"].shape[0], generator=torch.Generator().manual_seed(0))
-    args = (p["rewards"], p["values"], p["q_values"], p["bootstrap"], flags < 0.1, flags < 0.9, p["cu_turns"], 0.99, 0.95, 0.9, 0.1, False)
+    args = (p["rewards"], p["values"], p["q_values"], p["bootstrap"], flags < 0.1, flags < 0.9, p["cu_turns"], 0.99, 0.95, 0.9, 0.1, False, True)
     before = torch.get_num_threads()
     try:
         runs = []
@@ -119,7 +119,7 @@ def test_no_turns():
         found = turn_gae(torch.zeros(0), torch.zeros(0), torch.zeros(0), cu_turns=torch.tensor(cu), impl="cpp")
         assert [x.shape for x in found] == [(0,)] * 3
     empty = torch.zeros(0)
-    moments = torch.ops.sapo_fast.turn_gae(empty, empty, None, None, None, None, torch.tensor([0]), 1.0, 1.0, 1.0, 0.0, True)[3]
+    moments = torch.ops.sapo_fast.turn_gae(empty, empty, None, None, None, None, torch.tensor([0]), 1.0, 1.0, 1.0, 0.0, True, True)[3]
     assert moments.tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
@@ -145,7 +145,7 @@ def test_the_operator_sees_every_fault():
 
     def refused(r, v, q, after, cu):
         try:
-            torch.ops.sapo_fast.turn_gae(r, v, q, after, None, None, cu, 1.0, 1.0, 1.0, 0.0, True)
+            torch.ops.sapo_fast.turn_gae(r, v, q, after, None, None, cu, 1.0, 1.0, 1.0, 0.0, True, False)
         except RuntimeError:
             with pytest.raises(ValueError):
                 turn_gae(r, v, q, cu_turns=cu, bootstrap=after, impl="cpp")
@@ -209,8 +209,8 @@ def test_tokens_with_two_lambdas_and_bootstrap_are_turns_when_all_are_actions():
     p = ragged(6, [4, 0, 700, 2000])
     mask = torch.ones(len(p["rewards"]), dtype=torch.bool)
     ops = torch.ops.sapo_fast
-    tokens = ops.token_gae(p["rewards"], p["values"], p["bootstrap"], mask, p["cu_turns"], 0.99, 0.95, 0.8, True)
-    turns = ops.turn_gae(p["rewards"], p["values"], None, p["bootstrap"], None, None, p["cu_turns"], 0.99, 0.95, 0.8, 0.0, True)
+    tokens = ops.token_gae(p["rewards"], p["values"], p["bootstrap"], mask, p["cu_turns"], 0.99, 0.95, 0.8, True, True)
+    turns = ops.turn_gae(p["rewards"], p["values"], None, p["bootstrap"], None, None, p["cu_turns"], 0.99, 0.95, 0.8, 0.0, True, True)
     for a, b in zip(tokens[:3], turns[:3], strict=True):
         assert torch.allclose(a, b, rtol=1.2e-7, atol=1e-12)
     assert torch.allclose(tokens[3], turns[3], rtol=1e-7)
@@ -225,7 +225,7 @@ def test_moments_are_those_of_the_advantages(offset):
     p["rewards"] += offset
     flags = torch.rand(len(p["rewards"]), generator=torch.Generator().manual_seed(1))
     invalid, valid = flags < 0.2, flags < 0.8
-    args = (p["rewards"], p["values"], None, None, invalid, valid, p["cu_turns"], 0.9, 0.9, 0.9, 0.25, True)
+    args = (p["rewards"], p["values"], None, None, invalid, valid, p["cu_turns"], 0.9, 0.9, 0.9, 0.25, True, True)
     advantages, _, _, moments = torch.ops.sapo_fast.turn_gae(*args)
     x = (advantages.double() - 0.25 * invalid)[valid]
     want = [len(x), float(x.mean()), float((x - x.mean()).square().sum()), float(x.abs().max())]
@@ -262,9 +262,9 @@ def operator_cases() -> list[tuple[str, tuple]]:
     r, v, q, after, cu = (p[k] for k in ("rewards", "values", "q_values", "bootstrap", "cu_turns"))
     flag = r > 0
     return [
-        ("turn_gae", (r, v, q, after, flag, flag, cu, 0.9, 0.9, 0.8, 0.1, True)),
-        ("turn_gae", (r, v, None, None, None, None, cu.int(), 0.9, 0.9, 0.9, 0.0, False)),
-        ("token_gae", (r, v, after, flag, cu, 0.9, 0.9, 0.8, False)),
+        ("turn_gae", (r, v, q, after, flag, flag, cu, 0.9, 0.9, 0.8, 0.1, True, True)),
+        ("turn_gae", (r, v, None, None, None, None, cu.int(), 0.9, 0.9, 0.9, 0.0, False, False)),
+        ("token_gae", (r, v, after, flag, cu, 0.9, 0.9, 0.8, False, True)),
         ("normalize", (r, torch.tensor([9.0, 0.1, 4.0, 2.0], dtype=torch.float64), flag, None, 0.1, 1e-8, 1e-4)),
     ]
 
@@ -278,7 +278,7 @@ def test_compiles_without_a_break():
     p = ragged(10, [3, 6])
 
     def step(rewards, values, q_values, cu_turns):
-        found = torch.ops.sapo_fast.turn_gae(rewards * 2, values, q_values, None, None, None, cu_turns, 0.9, 0.9, 0.9, 0.0, True)
+        found = torch.ops.sapo_fast.turn_gae(rewards * 2, values, q_values, None, None, None, cu_turns, 0.9, 0.9, 0.9, 0.0, True, True)
         return found[0] + 1, found[3]
 
     args = (p["rewards"], p["values"], p["q_values"], p["cu_turns"])
@@ -290,7 +290,7 @@ def test_a_direct_call_cannot_read_out_of_bounds():
     p = ragged(11, [4, 5])
     r, v, cu = p["rewards"], p["values"], p["cu_turns"]
     op = torch.ops.sapo_fast.turn_gae
-    rest = (0.9, 0.9, 0.9, 0.0, False)
+    rest = (0.9, 0.9, 0.9, 0.0, False, True)
     for args, words in (
         ((r, v[:-1], None, None, None, None, cu), "values must have shape"),
         ((r, v.double(), None, None, None, None, cu), "values has the wrong dtype"),

@@ -31,7 +31,7 @@ struct Problem {
   float* advantages;
   float* v_targets;
   float* q_targets;
-  double* moments;  // 4: count, mean, m2, size of the advantages as returned (turns: valid ones, less the penalty; tokens: actions)
+  double* moments;  // 4: count, mean, m2, size of the advantages as returned (turns: valid ones, less the penalty; tokens: actions); null: not wanted
   double gamma;
   Decay policy;            // of the advantages
   Decay value;             // of the value targets

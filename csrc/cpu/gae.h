@@ -51,10 +51,12 @@ inline bool finish(const Problem& problem, const Part* parts, int64_t count) {
     all.moments = merge(all.moments, parts[unit].moments);
     all.sound = all.sound && parts[unit].sound;
   }
-  problem.moments[0] = all.moments.count;
-  problem.moments[1] = all.moments.mean;
-  problem.moments[2] = all.moments.m2;
-  problem.moments[3] = all.moments.size;
+  if (problem.moments) {
+    problem.moments[0] = all.moments.count;
+    problem.moments[1] = all.moments.mean;
+    problem.moments[2] = all.moments.m2;
+    problem.moments[3] = all.moments.size;
+  }
   return all.sound;
 }
 

@@ -183,7 +183,7 @@ Part loop(const Problem& problem, int64_t first, int64_t last) {
   // A number that is not finite shows in the advantage of its own turn, or in the rewards of a token before the first action (below). Q values have no part
   // in advantages.
   const auto settle = [&](int64_t begin, int64_t end) {
-    add_to<kFlags>(sums, p.advantages, counted, begin, end);
+    if (p.moments) add_to<kFlags>(sums, p.advantages, counted, begin, end);
     if (p.check) part.sound = part.sound && finite(p.advantages, begin, end) && (!kQ || finite(p.q_values, begin, end));
   };
   int64_t settled = first < last ? p.offsets[first] : 0;  // everything before it is in the sums

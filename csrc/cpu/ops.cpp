@@ -33,14 +33,14 @@ Outputs run(cpu::Loop loop, Call call) {
 
 Outputs turn_gae(const Tensor& rewards, const Tensor& values, const OptionalTensor& q_values, const OptionalTensor& bootstrap,
                  const OptionalTensor& invalid, const OptionalTensor& valid, const Tensor& cu_turns, double gamma, double lam, double lam_v,
-                 double invalid_penalty, bool check) {
+                 double invalid_penalty, bool check, bool moments) {
   return run(cpu::select_loops().turns,
-             turn_call(rewards, values, q_values, bootstrap, invalid, valid, cu_turns, gamma, lam, lam_v, invalid_penalty, check));
+             turn_call(rewards, values, q_values, bootstrap, invalid, valid, cu_turns, gamma, lam, lam_v, invalid_penalty, check, moments));
 }
 
 Outputs token_gae(const Tensor& rewards, const Tensor& values, const OptionalTensor& bootstrap, const Tensor& action_mask, const Tensor& cu_tokens,
-                  double gamma, double lam, double lam_v, bool check) {
-  return run(cpu::select_loops().tokens, token_call(rewards, values, bootstrap, action_mask, cu_tokens, gamma, lam, lam_v, check));
+                  double gamma, double lam, double lam_v, bool check, bool moments) {
+  return run(cpu::select_loops().tokens, token_call(rewards, values, bootstrap, action_mask, cu_tokens, gamma, lam, lam_v, check, moments));
 }
 
 Tensor normalize(const Tensor& advantages, const Tensor& moments, const OptionalTensor& invalid, const OptionalTensor& valid, double invalid_penalty,
@@ -59,9 +59,9 @@ Tensor normalize(const Tensor& advantages, const Tensor& moments, const Optional
 STABLE_TORCH_LIBRARY(sapo_fast, library) {
   library.def(
       "turn_gae(Tensor rewards, Tensor values, Tensor? q_values, Tensor? bootstrap, Tensor? invalid, Tensor? valid, Tensor cu_turns, float gamma, "
-      "float lam, float lam_v, float invalid_penalty, bool check) -> (Tensor, Tensor, Tensor, Tensor)");
+      "float lam, float lam_v, float invalid_penalty, bool check, bool moments) -> (Tensor, Tensor, Tensor, Tensor)");
   library.def(
-      "token_gae(Tensor rewards, Tensor values, Tensor? bootstrap, Tensor action_mask, Tensor cu_tokens, float gamma, float lam, float lam_v, bool check) "
+      "token_gae(Tensor rewards, Tensor values, Tensor? bootstrap, Tensor action_mask, Tensor cu_tokens, float gamma, float lam, float lam_v, bool check, bool moments) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
   library.def(
       "normalize(Tensor advantages, Tensor moments, Tensor? invalid, Tensor? valid, float invalid_penalty, float eps, float min_std) -> Tensor");

@@ -128,13 +128,13 @@ struct Element {
     p.advantages[t] = advantage;
     p.v_targets[t] = action ? static_cast<float>(lambda_return(r, value_future)) : 0.0f;
     if constexpr (kTokens) {
-      if (action) sums.add(advantage);
+      if (action && p.moments) sums.add(advantage);
     } else {
       if (p.q_values) {
         const double q_next = t + 1 < end ? p.q_values[t + 1] : q_after_end;
         p.q_targets[t] = static_cast<float>(sarsa_target(r, q_next, p.gamma));
       }
-      if (!p.valid || p.valid[t]) sums.add(p.invalid && p.invalid[t] ? advantage - p.invalid_penalty : static_cast<double>(advantage));
+      if (p.moments && (!p.valid || p.valid[t])) sums.add(p.invalid && p.invalid[t] ? advantage - p.invalid_penalty : static_cast<double>(advantage));
     }
   }
 };
@@ -489,7 +489,7 @@ __global__ void __launch_bounds__(S::kThreads, kTwo ? 1 : 3) gae_kernel(Problem 
   } else {
     short_trajectories<S, kTokens, kTwo, kWidth>(p, w, part - w.tiles, sums);
   }
-  finish_moments<S>(p, w, shared.moments, part, sums);
+  if (p.moments) finish_moments<S>(p, w, shared.moments, part, sums);
 }
 
 __global__ void __launch_bounds__(256) normalize_kernel(Scaling scaling) {

@@ -28,15 +28,15 @@ Outputs run(const Tensor& rewards, const Call& call) {
 
 Outputs turn_gae(const Tensor& rewards, const Tensor& values, const OptionalTensor& q_values, const OptionalTensor& bootstrap,
                  const OptionalTensor& invalid, const OptionalTensor& valid, const Tensor& cu_turns, double gamma, double lam, double lam_v,
-                 double invalid_penalty, bool check) {
+                 double invalid_penalty, bool check, bool moments) {
   const torch::stable::accelerator::DeviceGuard guard(rewards.get_device_index());
-  return run(rewards, turn_call(rewards, values, q_values, bootstrap, invalid, valid, cu_turns, gamma, lam, lam_v, invalid_penalty, check));
+  return run(rewards, turn_call(rewards, values, q_values, bootstrap, invalid, valid, cu_turns, gamma, lam, lam_v, invalid_penalty, check, moments));
 }
 
 Outputs token_gae(const Tensor& rewards, const Tensor& values, const OptionalTensor& bootstrap, const Tensor& action_mask, const Tensor& cu_tokens,
-                  double gamma, double lam, double lam_v, bool check) {
+                  double gamma, double lam, double lam_v, bool check, bool moments) {
   const torch::stable::accelerator::DeviceGuard guard(rewards.get_device_index());
-  return run(rewards, token_call(rewards, values, bootstrap, action_mask, cu_tokens, gamma, lam, lam_v, check));
+  return run(rewards, token_call(rewards, values, bootstrap, action_mask, cu_tokens, gamma, lam, lam_v, check, moments));
 }
 
 Tensor normalize(const Tensor& advantages, const Tensor& moments, const OptionalTensor& invalid, const OptionalTensor& valid, double invalid_penalty,
