@@ -70,8 +70,10 @@ def test_ten_thousand_segmentations():
         right = definition(p, gamma, lam, lam_v, np.float64)
         assert_rounded_once(found, right, 100.0)
         if batch % 10 == 0:
+            in_torch = turn_gae(**p, gamma=gamma, lam=lam, lam_v=lam_v, impl="torch")
             plain = definition(p, gamma, lam, lam_v, np.float32)
-            worst = max([worst, *(float((a - b).abs().max()) for a, b in zip(found, right, strict=True))])
+            for result in (found, in_torch):
+                worst = max([worst, *(float((a - b).abs().max()) for a, b in zip(result, right, strict=True))])
             worst_float32 = max([worst_float32, *(float((a - b).abs().max()) for a, b in zip(plain, right, strict=True))])
     assert worst <= 3 * worst_float32
 
