@@ -2,10 +2,10 @@
 
     python bench/gae.py [--threads N] [--device cpu|cuda] [--out bench/results] [--quick]
 
-Writes gae_cpu_t<threads>.csv or gae_cuda.csv, and the same as .png. Rivals are written here from their published definitions, because their packages pull whole training stacks:
-verl's `compute_gae_advantage_return`, the loop TRL's PPO trainer had, OpenRLHF's `get_advantages_and_returns`. All work on padded [B, longest] tensors;
-padding is not timed, nor is whitening. torchrl's `vec_generalized_advantage_estimate` is used where it is installed.
-Methods take turns, round by round; a cell is the median over rounds. Ours computes three results (advantages, V and Q targets) and their moments, the
+Writes gae_cpu_t<threads>.csv or gae_cuda.csv, and the same as .png. Rivals are written here from their published definitions, because their
+packages pull whole training stacks: verl's `compute_gae_advantage_return`, the loop TRL's PPO trainer had, OpenRLHF's `get_advantages_and_returns`.
+All work on padded [B, longest] tensors; padding is not timed, nor is whitening. torchrl's `vec_generalized_advantage_estimate` is used where it
+is installed. Methods take turns, round by round; a cell is the median over rounds. Ours computes three results (advantages, V and Q targets), the
 rivals two.
 
 Legend: B trajectories, T turns (or tokens) in all.
