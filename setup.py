@@ -153,7 +153,9 @@ class BuildNative(build_ext):
 
 
 extensions = [
-    Extension(f"sapo_fast.{name}", sources=[], py_limited_api=True, optional=not (name == "_cuda" and os.environ.get("SAPO_FAST_CUDA") == "1"))
+    Extension(
+        f"sapo_fast.{name}", sources=[], py_limited_api=True, optional=not (name == "_cuda" and os.environ.get("SAPO_FAST_CUDA") == "1")
+    )
     for name, reason in OBSTACLES.items()
     if reason is None
 ]

@@ -176,7 +176,9 @@ def methods(case: Case, device: str) -> dict[str, Callable[[], Any]]:
     rewards, values, mask = (case.padded(x) for x in (r, v, keep))
     for name, loop in {"verl loop": verl_loop, "TRL loop": trl_loop, "OpenRLHF loop": openrlhf_loop}.items():
         if case.mask is None or loop is verl_loop:  # the others recurse through observation tokens: another result
-            ways[name] = lambda loop=loop: tuple(case.packed(x) for x in loop(rewards, values, mask)) if CHECKING else loop(rewards, values, mask)
+            ways[name] = lambda loop=loop: (
+                tuple(case.packed(x) for x in loop(rewards, values, mask)) if CHECKING else loop(rewards, values, mask)
+            )
     if case.mask is None and (vectorised := torchrl_vectorised(case)) is not None:
         ways["torchrl vectorised"] = lambda: vectorised(r, v)
     return ways
@@ -346,7 +348,10 @@ def main() -> None:
     rows = []
     for case in cases(options.quick):
         for row in rows_of(case, options.device, options.rounds):
-            print(f"{row['case']:<32} {row['method']:<24} {row['median_ms']:>9} ms {row['times_ours']:>8} x ours  error {row['max_error']}", flush=True)
+            print(
+                f"{row['case']:<32} {row['method']:<24} {row['median_ms']:>9} ms {row['times_ours']:>8} x ours  error {row['max_error']}",
+                flush=True,
+            )
             rows.append(row)
     about = {
         "date": datetime.date.today().isoformat(),

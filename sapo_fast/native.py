@@ -86,7 +86,9 @@ def cuda_obstacle() -> str | None:
         torch.cuda.synchronize()
     except RuntimeError as error:
         name = torch.cuda.get_device_name()
-        return f"the kernels do not run on {name} ({error}); build for it: SAPO_FAST_CUDA=1 SAPO_FAST_CUDA_ARCHS=<capability> pip install ..."
+        return (
+            f"the kernels do not run on {name} ({error}); build for it: SAPO_FAST_CUDA=1 SAPO_FAST_CUDA_ARCHS=<capability> pip install ..."
+        )
     return None
 
 

@@ -70,7 +70,9 @@ def normalized_turn_gae(
         ops = torch.ops.sapo_fast
         r, v, q, after, bad, counted = floats(rewards), floats(values), floats(q_values), floats(bootstrap), flags(invalid), flags(valid)
         offsets = (cu_turns if cu_turns.dtype == torch.int32 else cu_turns.to(torch.int64)).contiguous()
-        found = ops.turn_gae(r, v, q, after, bad, counted, offsets, gamma, lam, lam if lam_v is None else lam_v, invalid_penalty, False, True)
+        found = ops.turn_gae(
+            r, v, q, after, bad, counted, offsets, gamma, lam, lam if lam_v is None else lam_v, invalid_penalty, False, True
+        )
         advantages, v_targets, q_targets, moments = found
         parts = moments[None] if process_group is None else gather_moments(moments, process_group)
         if check:

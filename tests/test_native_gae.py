@@ -94,7 +94,21 @@ def test_equals_the_reference_in_float64():
 def test_any_number_of_threads_gives_the_same_bits():
     p = ragged(3, random.Random(3).choices([1, 7, 50, 3000, 20_000], k=60))
     flags = torch.rand(p["rewards"].shape[0], generator=torch.Generator().manual_seed(0))
-    args = (p["rewards"], p["values"], p["q_values"], p["bootstrap"], flags < 0.1, flags < 0.9, p["cu_turns"], 0.99, 0.95, 0.9, 0.1, False, True)
+    args = (
+        p["rewards"],
+        p["values"],
+        p["q_values"],
+        p["bootstrap"],
+        flags < 0.1,
+        flags < 0.9,
+        p["cu_turns"],
+        0.99,
+        0.95,
+        0.9,
+        0.1,
+        False,
+        True,
+    )
     before = torch.get_num_threads()
     try:
         runs = []
@@ -186,7 +200,9 @@ def test_tokens_equal_the_reference(seed):
     junk = torch.where(mask, values, torch.tensor(float("nan")))
     a, returns = token_gae(rewards, junk, mask, cu_tokens=cu, gamma=0.99, lam=0.95, impl="cpp")
     right = reference.token_gae(rewards.double(), values.double(), mask, cu_tokens=cu, gamma=0.99, lam=0.95)
-    assert torch.allclose(a.double(), right[0], rtol=1.2e-7, atol=1e-10) and torch.allclose(returns.double(), right[1], rtol=1.2e-7, atol=1e-10)
+    assert torch.allclose(a.double(), right[0], rtol=1.2e-7, atol=1e-10) and torch.allclose(
+        returns.double(), right[1], rtol=1.2e-7, atol=1e-10
+    )
     assert not a[~mask].any() and not returns[~mask].any()
     slow = token_gae(rewards, junk, mask, cu_tokens=cu, gamma=0.99, lam=0.95, impl="torch")
     assert torch.allclose(a, slow[0], atol=1e-4) and torch.allclose(returns, slow[1], atol=1e-4)
@@ -365,4 +381,6 @@ def test_the_libraries_need_no_python():
     for name in ("_cpu", "_cuda"):
         path = Path(native.__file__).with_name(f"{name}.abi3.so")
         if path.exists():
-            assert " Py" not in subprocess.run([tool, "-D", "--undefined-only", str(path)], capture_output=True, text=True, check=True).stdout
+            assert (
+                " Py" not in subprocess.run([tool, "-D", "--undefined-only", str(path)], capture_output=True, text=True, check=True).stdout
+            )

@@ -21,10 +21,18 @@ CASES = "150"
 CHANGES = [
     ("publish without a release", "  store_release(ready + i, 1u);", "  ready[i] = 1u;"),
     ("collect without waiting", "    while (load_acquire(ready + first + lane) == 0u) spin_pause();", ""),
-    ("compose in the wrong order", "if (lane + by < 32) m.of[k] = compose(m.of[k], later);", "if (lane + by < 32) m.of[k] = compose(later, m.of[k]);"),
+    (
+        "compose in the wrong order",
+        "if (lane + by < 32) m.of[k] = compose(m.of[k], later);",
+        "if (lane + by < 32) m.of[k] = compose(later, m.of[k]);",
+    ),
     ("tile numbers from the block index", "w.tiles - 1 - shared.ticket;", "w.tiles - 1 - static_cast<int64_t>(blockIdx.x);"),
     ("last group skipped", "through(collect<kTwo>(w.tile_maps, w.tile_ready, last_group * S::kGroup, last, lane));", ""),
-    ("a tile short of the group", "collect<kTwo>(w.tile_maps, w.tile_ready, tile + 1, group_end, lane)", "collect<kTwo>(w.tile_maps, w.tile_ready, tile + 2, group_end, lane)"),  # noqa: E501
+    (
+        "a tile short of the group",
+        "collect<kTwo>(w.tile_maps, w.tile_ready, tile + 1, group_end, lane)",
+        "collect<kTwo>(w.tile_maps, w.tile_ready, tile + 2, group_end, lane)",
+    ),
     ("second trajectory of a tile forgotten", "    b = last;\n", "    break;\n"),
     ("masked values read", "  if (e.action) e.value = p.values[t];", "  e.value = p.values[t];"),
     ("first block merges the moments", "shared.order != static_cast<unsigned>(w.blocks() - 1)", "shared.order != 0u"),

@@ -18,7 +18,11 @@ def label(mangled: str) -> str:
     found = KERNEL.search(mangled)
     if not found:
         return "normalize"
-    parts = ["tokens" if found["tokens"] == "1" else "turns", "two lambdas" if found["two"] == "1" else "one lambda", f"{found['width']} lanes"]
+    parts = [
+        "tokens" if found["tokens"] == "1" else "turns",
+        "two lambdas" if found["two"] == "1" else "one lambda",
+        f"{found['width']} lanes",
+    ]
     return ", ".join(parts)
 
 
