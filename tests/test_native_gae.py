@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -259,6 +260,38 @@ def test_at_once_is_one_after_the_other(impl):
         alone = turn_gae(**p, gamma=0.95, lam=0.9, impl=impl)
         assert all(torch.equal(a, b) for a, b in zip(targets, alone, strict=True))
         assert torch.allclose(normalized, normalize_advantages(alone.advantages, **penalty), rtol=1e-6, atol=1e-7)
+
+
+def _rank(rank: int, store: str, parts: list, results) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}", timeout=timedelta(seconds=60))
+    found = [normalized_turn_gae(**part, process_group=torch.distributed.group.WORLD, impl="cpp")[1] for part in parts[rank]]
+    results.put((rank, [x.tolist() for x in found]))
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_normalise_at_once_as_one(tmp_path):
+    """Moments merge exactly where the ranks hold other numbers of turns, none among them."""
+    whole, parts = [], [[], []]
+    for batch, cut in enumerate((2, 0)):  # trajectories of the first rank
+        p = ragged(20 + batch, [5, 40, 0, 7])
+        turns = int(p["cu_turns"][cut])
+        whole.append(normalized_turn_gae(**p, impl="torch")[1])
+        for rank, (some, those) in enumerate(((slice(None, turns), slice(None, cut)), (slice(turns, None), slice(cut, None)))):
+            offsets = p["cu_turns"][: cut + 1] if rank == 0 else p["cu_turns"][cut:] - turns
+            part = {k: p[k][some].clone() for k in ("rewards", "values", "q_values")}
+            parts[rank].append({**part, "cu_turns": offsets.clone(), "bootstrap": p["bootstrap"][those].clone()})
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, str(tmp_path / "store"), parts, results)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    found = dict(results.get(timeout=100) for _ in ranks)
+    for process in ranks:
+        process.join(20)
+        assert process.exitcode == 0
+    for batch, right in enumerate(whole):
+        assert torch.allclose(torch.tensor(found[0][batch] + found[1][batch]), right, rtol=1e-6, atol=1e-6)
 
 
 def test_equal_advantages_normalise_to_nothing():
