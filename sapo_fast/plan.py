@@ -103,9 +103,9 @@ def _parameters(config: Config) -> int:
     else:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from sapo_fast.models.load import _locate
+        from sapo_fast.models.load import locate
 
-        where, extra = _locate(config.model.path)
+        where, extra = locate(config.model.path)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(where), **extra))
     return sum(parameter.numel() for parameter in model.parameters())

@@ -6,6 +6,7 @@ Legend: L packed tokens, H hidden, V vocabulary (LM-head rows).
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import logging
 from dataclasses import dataclass
@@ -95,16 +96,20 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
-def _locate(path: str) -> tuple[Path, dict[str, str]]:
-    """The directory to load from and, for a .gguf file, the argument that names it."""
+def locate(path: str) -> tuple[Path, dict[str, str]]:
+    """The directory to load from and, for a .gguf file, the argument that names it.
+
+    ValueError: nothing to load there. ModuleNotFoundError: a .gguf file, and not the packages that read one.
+    """
     where = Path(path).expanduser()
-    if where.is_file() and where.suffix == ".gguf":
-        return where.parent, {"gguf_file": where.name}
     if (where / "config.json").is_file():
         return where, {}
-    found = sorted(where.glob("*.gguf")) if where.is_dir() else []
+    found = [where] if where.is_file() and where.suffix == ".gguf" else sorted(where.glob("*.gguf")) if where.is_dir() else []
     if len(found) == 1:
-        return where, {"gguf_file": found[0].name}
+        for package in ("gguf", "accelerate"):
+            if importlib.util.find_spec(package) is None:
+                raise ModuleNotFoundError(f"reading {found[0].name} needs the package {package}: pip install 'sapo_fast[gguf]'")
+        return found[0].parent, {"gguf_file": found[0].name}
     raise ValueError(f"model.path must be 'tiny', a directory with config.json, or a .gguf file; got {path!r}, which is none of them")
 
 
@@ -131,16 +136,19 @@ def load_policy(section: ModelSection) -> Policy:
 
     Raises:
         ValueError: nothing to load at the path, an unusable device, or unusable value tokens.
-        ModuleNotFoundError: transformers is missing (``pip install 'sapo_fast[train]'``).
+        ModuleNotFoundError: transformers is missing (``pip install 'sapo_fast[train]'``), or what reads a .gguf file (``'sapo_fast[gguf]'``).
     """
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        import transformers
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("loading a model needs transformers: pip install 'sapo_fast[train]'") from error
-    where, extra = _locate(section.path)
+    where, extra = locate(section.path)
     device = resolve_device(section.device)
-    tokenizer = AutoTokenizer.from_pretrained(str(where), **extra)
-    model = AutoModelForCausalLM.from_pretrained(str(where), dtype=getattr(torch, section.dtype), **extra)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(where), **extra)
+    # Where transformers can keep GGUF weights packed, it must be told to unpack them: packed ones can neither be trained nor saved.
+    if extra and hasattr(transformers, "GgufConfig"):
+        extra = extra | {"quantization_config": transformers.GgufConfig(dequantize=True)}
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(where), dtype=getattr(torch, section.dtype), **extra)
     side = json.loads((where / SIDE_FILE).read_text()) if (where / SIDE_FILE).is_file() else {}
     return finish_policy(model.to(device), tokenizer, section, side)
 
