@@ -9,3 +9,12 @@
 #else
 #define SAPO_HD inline
 #endif
+
+namespace sapo {
+
+// Their overloads for float, which plain C names do not have everywhere.
+using std::exp;
+using std::expm1;
+using std::log1p;
+
+}  // namespace sapo
