@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks
-from .row_pass import Head, HeadGradSum, RowKernel, RowStats, each_chunk, first_order_only, stat_dtype
+from .row_pass import Head, HeadGradSum, RowKernel, RowStats, each_chunk, first_order_only, join, stat_dtype
 
 
 def token_logprobs(
@@ -100,10 +100,7 @@ class _FromHidden(torch.autograd.Function):
 
         with torch.autocast(hidden.device.type, enabled=False):
             each_chunk(head, job.rows, visit)
-        if parts:
-            stats = RowStats(*(torch.cat(xs) for xs in zip(*parts, strict=True)))
-        else:
-            stats = RowStats(*(hidden.new_empty(0, dtype=stat_dtype(hidden.dtype)) for _ in range(4)))
+        stats = join(parts, stat_dtype(hidden.dtype), hidden.device)
         ctx.save_for_backward(hidden, weight, bias, *stats)
         ctx.job = job
         ctx.set_materialize_grads(False)

@@ -20,8 +20,13 @@ from .row_pass import (
     RowStats,
     add_at,
     each_chunk,
+    entropy_slope,
     first_order_only,
+    is_one,
+    join,
+    one_pass,
     readout_from_hidden,
+    scale_in_place,
     stat_dtype,
 )
 
@@ -87,8 +92,9 @@ def fused_loss(
         token_weights: [N] constant weights of the policy term alone (min(pi_old / pi_rollout, 2)); None: 1.
         num_tokens, num_turns: what sums over tokens and over turns are divided by; numbers or scalar tensors. Give the whole batch's counts
             when the batch is cut into micro-batches: losses and gradients then add up exactly. None: N and M.
-        inplace: with ``logits``, the backward may write the gradient over the logits' memory. Nobody may use the logits after it (autograd
-            raises if a saved copy was meant to be reused).
+        inplace: with ``logits``, write the gradient over their memory: a row is then read once and written once, and nothing [T, V] is
+            allocated. It happens in this call (for float16 in the backward), so nobody may use the logits after it: autograd raises where
+            another operation saved them for its own backward, and where they were written to before this loss' backward.
         check: also look at the data (rows, ids, non-finite numbers). On a GPU that waits for the device once; False skips it.
 
     A micro-batch without tokens and turns gives loss 0 with a graph and gradients 0. Gradients of the gradient are not supported.
@@ -107,7 +113,7 @@ def fused_loss(
     _, kernel = backends.select("row_pass", impl, device, source.dtype)
 
     def column(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.detach().to(dtype)
+        return None if x is None else x.detach().to(dtype).contiguous()
 
     rows, actions = action_rows.to(torch.int64), actions.to(torch.int64)
     tokens = Tokens(column(old_logprobs), column(advantages), column(token_weights), column(ref_logprobs) if config.kl_coef > 0 else None)
@@ -122,7 +128,7 @@ def fused_loss(
         count = _normalizer(num_turns, at.shape[0], device)
         values.append(ValueRows(name, at.to(torch.int64), column(old) / config.r_max, column(target) / config.r_max, clip, coef, count))
     count = _normalizer(num_tokens, rows.shape[0], device)
-    job = _Job(kernel, config, value_token_ids, rows, actions, tokens, values, count, dtype)
+    job = _Job(kernel, config, value_token_ids, rows, actions, tokens, values, count, dtype, check)
     if logits is not None:
         return _from_logits(job, logits, inplace)
     return _from_hidden(job, Head(hidden, lm_head, lm_head_bias))
@@ -140,6 +146,7 @@ class _Job(NamedTuple):
     values: list[ValueRows]
     num_tokens: Tensor
     dtype: torch.dtype
+    look: bool  # may the host wait for the device to look at data?
 
 
 def _normalizer(given: float | Tensor | None, count: int, device: torch.device) -> Tensor:
@@ -192,34 +199,85 @@ def _output(job: _Job, loss: Tensor, logprob: Tensor, entropy: Tensor, values: l
     return LossOutput(loss, logprob.to(torch.float32), entropy.to(torch.float32), v, q, metrics)
 
 
-def _entropy_slope(job: _Job, like: Tensor, scale: Tensor | float) -> Tensor | None:
-    """B of every row: -dL/dH = entropy_coef / num_tokens."""
-    if job.config.entropy_coef == 0:
-        return None
-    return (job.config.entropy_coef * scale / job.num_tokens).to(job.dtype).expand_as(like)
-
-
 # ----------------------------------------------------------------------------------------------------------------- from logits
 
 
 def _from_logits(job: _Job, logits: Tensor, inplace: bool) -> LossOutput:
     plus, minus = job.value_token_ids
+    want = torch.is_grad_enabled() and logits.requires_grad
+    # A float16 gradient before its loss scale would fall below the type's smallest numbers: made in the backward, which knows the scale.
+    inplace = inplace and not _overlaps(logits)
+    now = want and inplace and logits.dtype != torch.float16
     with torch.no_grad():
-        stats = job.kernel.stats(logits, job.rows, job.actions, job.value_token_ids, job.config.temperature)
-        terms = token_terms(stats.logprob, job.tokens, job.config)
         values = []
         for part in job.values:
             difference = logits[part.rows, plus].to(job.dtype) - logits[part.rows, minus].to(job.dtype)
             values.append(value_terms(difference, part, job.config))
+        slopes = [x.c for x in values]
+        if now:
+            out = logits.detach()
+            stats = one_pass(
+                job.kernel, out, job.rows, job.actions, job.tokens, job.config, 1 / job.num_tokens, job.value_token_ids, out, _distinct(job, out)
+            )  # fmt: skip
+            _clear_others(out, job.rows)
+            _write_value_columns(job, slopes, torch.ones_like(job.num_tokens), out)
+            torch.autograd.graph.increment_version(logits)
+        else:
+            stats = job.kernel.stats(logits, job.rows, job.actions, job.value_token_ids, job.config.temperature)
+        terms = token_terms(stats.logprob, job.tokens, job.config)
         loss, metrics = _sum_up(job, terms, stats.entropy, values)
-    if torch.is_grad_enabled() and logits.requires_grad:
-        loss = _LogitsGradient.apply(loss, logits, job, stats, terms.a, [x.c for x in values], inplace and not _overlaps(logits))
+    if now:
+        loss = _InPlaceGradient.apply(loss, logits, job.kernel)
+    elif want:
+        loss = _LogitsGradient.apply(loss, logits, job, stats, terms.a, slopes, inplace)
     return _output(job, loss, stats.logprob, stats.entropy, values, metrics)
 
 
 def _overlaps(x: Tensor) -> bool:
     """Do entries share memory (expanded)? Then it cannot hold a gradient."""
     return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
+
+
+def _distinct(job: _Job, logits: Tensor) -> bool:
+    """Is no action row known to repeat? Looked at only for kernels that care, and never where looking would break a graph."""
+    if getattr(job.kernel, "merges_repeats", True) or torch.compiler.is_compiling() or not (job.look or job.rows.device.type == "cpu"):
+        return False
+    return int(torch.zeros(logits.shape[0], dtype=torch.int8, device=job.rows.device).index_fill_(0, job.rows, 1).sum()) == len(job.rows)
+
+
+def _clear_others(out: Tensor, rows: Tensor) -> None:
+    """Zero in every row of ``out`` [T, V] that ``rows`` leave out."""
+    unused = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, rows, False)
+    out.masked_fill_(unused[:, None], 0.0)
+
+
+def _write_value_columns(job: _Job, slopes: list[Tensor], scale: Tensor, out: Tensor) -> None:
+    """The value losses' part of the gradient: C at w+ and -C at w-."""
+    column = torch.zeros(out.shape[0], dtype=job.dtype, device=out.device)
+    for part, c in zip(job.values, slopes, strict=True):
+        add_at(column, part.rows, (c * (scale / part.num_turns)).to(job.dtype))
+    plus, minus = job.value_token_ids
+    out[:, plus] = column
+    out[:, minus] = 0 - column  # and not -0
+
+
+class _InPlaceGradient(torch.autograd.Function):
+    """Gives a loss its gradient, which already lies in the logits' memory. Once: the version counter refuses a second backward."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, logits: Tensor, kernel: RowKernel) -> Tensor:
+        ctx.save_for_backward(logits)
+        ctx.kernel = kernel
+        return loss.clone()
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (logits,) = ctx.saved_tensors
+        out = logits.detach()
+        scale_in_place(ctx.kernel, out, grad.double())
+        torch.autograd.graph.increment_version(out)
+        return None, out, None
 
 
 class _LogitsGradient(torch.autograd.Function):
@@ -236,22 +294,15 @@ class _LogitsGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         logits, a, c_v, c_q, *stats = ctx.saved_tensors
         job: _Job = ctx.job
-        a = (a * (grad.double() / job.num_tokens)).to(job.dtype)
-        b = _entropy_slope(job, a, grad.double())
+        scale = grad.double() / job.num_tokens
+        a = (a * scale).to(job.dtype)
+        out = logits.detach() if ctx.inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        job.kernel.grad(out if ctx.inplace else logits, job.rows, job.actions, RowStats(*stats), a, entropy_slope(job.config, a, scale),
+                        job.value_token_ids, job.config.temperature, out)  # fmt: skip
+        _clear_others(out, job.rows)
+        _write_value_columns(job, [c_v, c_q], grad.double(), out)
         if ctx.inplace:
-            out = logits.detach()
-            unused = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, job.rows, False)
-            out.masked_fill_(unused[:, None], 0.0)
-        else:
-            out = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
-        job.kernel.grad(out if ctx.inplace else logits, job.rows, job.actions, RowStats(*stats), a, b, job.value_token_ids,
-                        job.config.temperature, out)  # fmt: skip
-        column = torch.zeros(out.shape[0], dtype=job.dtype, device=out.device)
-        for part, c in zip(job.values, (c_v, c_q), strict=True):
-            add_at(column, part.rows, (c * (grad.double() / part.num_turns)).to(job.dtype))
-        plus, minus = job.value_token_ids
-        out[:, plus] = column
-        out[:, minus] = 0 - column  # and not -0
+            torch.autograd.graph.increment_version(out)
         return None, out, None, None, None, None, None
 
 
@@ -267,20 +318,20 @@ def _from_hidden(job: _Job, head: Head) -> LossOutput:
         half = head.hidden.dtype == torch.float16
         scale = torch.exp2(job.num_tokens.log2().round() - 4) if half else torch.ones_like(job.num_tokens)
         grads = HeadGradSum(head, want)
-        parts: list[tuple[RowStats, TokenTerms]] = []
+        parts: list[RowStats] = []
 
         def visit(part: slice, h: Tensor, z: Tensor) -> None:
-            stats = job.kernel.stats(z, None, job.actions[part], job.value_token_ids, job.config.temperature)
-            terms = token_terms(stats.logprob, Tokens(*(None if x is None else x[part] for x in job.tokens)), job.config)
-            parts.append((stats, terms))
-            if any(want):
-                a = (terms.a * (scale / job.num_tokens)).to(job.dtype)
-                b = _entropy_slope(job, a, scale)
-                job.kernel.grad(z, None, job.actions[part], stats, a, b, job.value_token_ids, job.config.temperature, z)
-                grads.add(job.rows[part], h, z)
+            actions = job.actions[part]
+            if not any(want):
+                parts.append(job.kernel.stats(z, None, actions, job.value_token_ids, job.config.temperature))
+                return
+            tokens = Tokens(*(None if x is None else x[part] for x in job.tokens))
+            parts.append(one_pass(job.kernel, z, None, actions, tokens, job.config, scale / job.num_tokens, job.value_token_ids, z, True))
+            grads.add(job.rows[part], h, z)
 
         each_chunk(head, job.rows, visit)
-        stats, terms = _join(parts, job)
+        stats = join(parts, job.dtype, head.hidden.device)
+        terms = token_terms(stats.logprob, job.tokens, job.config)
         values = []
         for part in job.values:
             h = head.hidden.index_select(0, part.rows).to(job.dtype)
@@ -293,18 +344,6 @@ def _from_hidden(job: _Job, head: Head) -> LossOutput:
     if any(want):
         loss = _HeadGradient.apply(loss, *head, done, scale)
     return _output(job, loss, stats.logprob, stats.entropy, values, metrics)
-
-
-def _join(parts: list[tuple[RowStats, TokenTerms]], job: _Job) -> tuple[RowStats, TokenTerms]:
-    """The chunks' per-token numbers as one; with no action rows, empty ones."""
-    if not parts:
-        empty = job.tokens.advantages.new_empty(0)
-        return RowStats(empty, empty, empty, empty), token_terms(empty, job.tokens, job.config)
-
-    def cat(xs: tuple[Any, ...]) -> Tensor | None:
-        return None if xs[0] is None else torch.cat(xs)
-
-    return RowStats(*map(cat, zip(*(p[0] for p in parts), strict=True))), TokenTerms(*map(cat, zip(*(p[1] for p in parts), strict=True)))
 
 
 class _HeadGradient(torch.autograd.Function):
@@ -320,4 +359,6 @@ class _HeadGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         *grads, scale = ctx.saved_tensors
         factor = grad.double() / scale
-        return (None, *(None if x is None else x * factor.to(stat_dtype(x.dtype)) for x in grads), None, None)
+        if not is_one(factor):
+            grads = [None if x is None else x * factor.to(stat_dtype(x.dtype)) for x in grads]
+        return None, *grads, None, None

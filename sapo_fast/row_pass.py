@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from . import backends
+from .loss_terms import LossConfig, Tokens, token_terms
 
 # Bytes of compact logits alive at once in the hidden form: large enough for efficient matrix products, small beside a model.
 CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 1024 * 2**20}
@@ -47,6 +48,13 @@ class RowStats(NamedTuple):
     @property
     def entropy(self) -> Tensor:
         return self.log_sum + self.spread
+
+
+def join(parts: list[RowStats], dtype: torch.dtype, device: torch.device) -> RowStats:
+    """The chunks' statistics as one; without chunks, empty ones."""
+    if not parts:
+        return RowStats(*(torch.empty(0, dtype=dtype, device=device) for _ in range(4)))
+    return RowStats(*map(torch.cat, zip(*parts, strict=True)))
 
 
 class RowKernel(Protocol):
@@ -77,6 +85,75 @@ class RowKernel(Protocol):
         and the contributions of a row that repeats add, in a fixed order.
         """
         ...
+
+
+class OnePassKernel(RowKernel, Protocol):
+    """A row pass that also makes the loss' coefficients, so that a row is read once. `one_pass` uses it where it is offered."""
+
+    #: Does ``loss_grad`` add the contributions of a row that repeats? If not it is given distinct rows only.
+    merges_repeats: bool
+
+    def loss_grad(
+        self,
+        logits: Tensor,
+        rows: Tensor | None,
+        actions: Tensor,
+        tokens: Tokens,
+        config: LossConfig,
+        scale: Tensor,
+        value_token_ids: tuple[int, int],
+        out: Tensor,
+    ) -> RowStats:
+        """`RowKernel.stats`, then `RowKernel.grad` with A = scale * `token_terms`(...).a and B = scale * entropy_coef (0: no entropy term).
+
+        ``tokens`` are [n], in the statistics' type, contiguous; ``scale`` a float64 scalar on the device: the gradient's scale / num_tokens.
+        """
+        ...
+
+    def scale_(self, x: Tensor, factor: Tensor) -> None:
+        """``x *= factor``, a float64 scalar on the device; nothing is read or written where it is 1, and the host does not wait."""
+        ...
+
+
+def one_pass(
+    kernel: RowKernel,
+    logits: Tensor,
+    rows: Tensor | None,
+    actions: Tensor,
+    tokens: Tokens,
+    config: LossConfig,
+    scale: Tensor,
+    value_token_ids: tuple[int, int],
+    out: Tensor,
+    distinct: bool,
+) -> RowStats:
+    """`OnePassKernel.loss_grad` with what the kernel offers. ``distinct``: no row repeats (False: they may)."""
+    if hasattr(kernel, "loss_grad") and (distinct or kernel.merges_repeats):
+        return kernel.loss_grad(logits, rows, actions, tokens, config, scale, value_token_ids, out)
+    stats = kernel.stats(logits, rows, actions, value_token_ids, config.temperature)
+    a = (token_terms(stats.logprob, tokens, config).a * scale).to(stats.logprob.dtype)
+    kernel.grad(logits, rows, actions, stats, a, entropy_slope(config, a, scale), value_token_ids, config.temperature, out)
+    return stats
+
+
+def entropy_slope(config: LossConfig, like: Tensor, scale: Tensor) -> Tensor | None:
+    """B of every row, -dL/dH = entropy_coef * scale; None where there is no such term."""
+    if config.entropy_coef == 0:
+        return None
+    return (config.entropy_coef * scale).to(like.dtype).expand_as(like)
+
+
+def scale_in_place(kernel: RowKernel, x: Tensor, factor: Tensor) -> None:
+    """``x *= factor``, without a pass over ``x`` for a factor of 1 where that can be known without waiting for a device."""
+    if hasattr(kernel, "scale_"):
+        kernel.scale_(x, factor)
+    elif not is_one(factor):
+        x.mul_(factor.to(stat_dtype(x.dtype)))
+
+
+def is_one(factor: Tensor) -> bool:
+    """Is this scalar known to be 1? Looked at on a CPU only, and not while a graph is recorded."""
+    return factor.device.type == "cpu" and not torch.compiler.is_compiling() and float(factor) == 1.0
 
 
 def stat_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -147,6 +147,33 @@ def test_in_place_reuse_is_caught():
         loss.backward()
 
 
+def test_in_place_is_caught_where_someone_needed_the_logits():
+    p = cast(as_logits(problem(17)), torch.float32)
+    z = p["logits"].clone().requires_grad_() * 1.0
+    other = z.square().sum()
+    loss = fused_loss(**{**p, "logits": z}, inplace=True).loss
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss + other).backward()
+
+
+def test_writing_to_the_logits_between_in_place_forward_and_backward_is_caught():
+    p = cast(as_logits(problem(17)), torch.float32)
+    z = p["logits"].clone().requires_grad_() * 1.0
+    loss = fused_loss(**{**p, "logits": z}, inplace=True).loss
+    z.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_in_place_gradient_takes_the_upstream_factor(dtype):
+    p = cast(as_logits(problem(20)), dtype)
+    right = run(fused_loss, p, upstream=-4.0)["d_logits"]
+    base = p["logits"].clone().requires_grad_()
+    (fused_loss(**{**p, "logits": base * 1.0}, inplace=True).loss * -4.0).backward()
+    assert torch.equal(base.grad, right)
+
+
 def test_default_never_touches_the_callers_tensors():
     for form in FORMS:
         p = cast(FORMS[form](problem(18)), torch.float32)
