@@ -30,6 +30,8 @@ class Turn:
     observation: str = ""  # text, for people: what the model was shown this turn
     response: str = ""  # text of the response
     command: str = ""  # what was sent to the environment
+    v_logit: float | None = None  # z[w+] - z[w-] at the last context token, where the engine reports it
+    q_logit: float | None = None  # z[w+] - z[w-] at the last response token
 
 
 @dataclass

@@ -59,11 +59,33 @@ class _Live:
     prompt_ids: list[int]
 
 
-def _checked(observation: str, info: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+Reset = tuple[str, dict[str, Any]]
+Step = tuple[str, float, bool, bool, dict[str, Any]]
+
+
+def _checked(observation: str, info: Mapping[str, Any]) -> Reset:
     """What an environment returned, with an ``info`` of our own: the environment may change its dictionary later."""
     if not isinstance(observation, str):
         raise TypeError(f"the observation must be text, got {type(observation).__name__}")
     return observation, dict(info)
+
+
+def reset_env(env: TextEnv, task_id: str, seed: int) -> Reset | Exception:
+    """Reset to the task. Whatever an environment raises is returned: it ends its own episode only."""
+    try:
+        return _checked(*env.reset(seed=seed, options={"task": task_id}))
+    except Exception as error:
+        return error
+
+
+def step_env(env: TextEnv, command: str) -> Step | Exception:
+    """Do one command. Whatever an environment raises is returned."""
+    try:
+        observation, reward, terminated, truncated, info = env.step(command)
+        observation, info = _checked(observation, info)
+        return observation, float(reward), terminated, truncated, info
+    except Exception as error:
+        return error
 
 
 class EpisodeRunner:
@@ -157,16 +179,18 @@ class EpisodeRunner:
 
     def _start(self, index: int, task_id: str, seed: int, group: int) -> tuple[Trajectory, _Live | None]:
         """Reset an environment to the task. No live episode: it ended before its first turn."""
-        trajectory = Trajectory(task_id=task_id, seed=seed, group=group)
         env = self._idle.pop() if self._idle else self.suite.make()
         began = time.perf_counter()
-        try:
-            observation, info = _checked(*env.reset(seed=seed, options={"task": task_id}))
-        except Exception as error:  # whatever an environment raises ends its own episode only
-            self._crash(trajectory, env, error)
+        found = reset_env(env, task_id, seed)
+        self.stats.env_seconds += time.perf_counter() - began
+        return self._admit(index, Trajectory(task_id=task_id, seed=seed, group=group), env, found)
+
+    def _admit(self, index: int, trajectory: Trajectory, env: TextEnv, found: Reset | Exception) -> tuple[Trajectory, _Live | None]:
+        """Make a live episode of what ``reset_env`` found; None: it ended before its first turn."""
+        if isinstance(found, Exception):
+            self._crash(trajectory, env, found)
             return trajectory, None
-        finally:
-            self.stats.env_seconds += time.perf_counter() - began
+        observation, info = found
         trajectory.task_type = str(info.get("task_type") or "")
         history = self.builder.start()
         prompt_ids = self._prompt(history, observation, info)
@@ -195,6 +219,14 @@ class EpisodeRunner:
 
     def _step(self, episode: _Live, completion: Completion) -> EndReason | None:
         """Send one response to its environment; None: the episode goes on."""
+        command = self._respond(episode, completion)
+        began = time.perf_counter()
+        found = step_env(episode.env, command)
+        self.stats.env_seconds += time.perf_counter() - began
+        return self._observe(episode, found)
+
+    def _respond(self, episode: _Live, completion: Completion) -> str:
+        """Record a response as the episode's next turn and return the command it holds."""
         trajectory, stats, b = episode.trajectory, self.stats, self.builder
         began = time.perf_counter()
         ids = completion.token_ids
@@ -211,6 +243,7 @@ class EpisodeRunner:
             observation=episode.history.shown,
             response=text,
             command=parsed.command,
+            v_logit=completion.v_logit,
         )
         trajectory.turns.append(turn)
         stats.turns += 1
@@ -219,18 +252,17 @@ class EpisodeRunner:
         stats.cut_responses += turn.finish_reason == "length"
         episode.history.respond(ids, parsed.command)
         stats.prompt_seconds += time.perf_counter() - began
+        return parsed.command
 
-        began = time.perf_counter()
-        try:
-            observation, raw_reward, terminated, truncated, info = episode.env.step(parsed.command)
-            observation, info = _checked(observation, info)
-            reward = float(raw_reward)
-        except Exception as error:  # whatever an environment raises ends its own episode only
-            self._crash(trajectory, episode.env, error)
+    def _observe(self, episode: _Live, found: Step | Exception) -> EndReason | None:
+        """Complete the last turn with what ``step_env`` found; None: the episode goes on."""
+        trajectory, stats, b = episode.trajectory, self.stats, self.builder
+        turn = trajectory.turns[-1]
+        if isinstance(found, Exception):
+            self._crash(trajectory, episode.env, found)
             stats.invalid += turn.invalid
             return "crashed"
-        finally:
-            stats.env_seconds += time.perf_counter() - began
+        observation, reward, terminated, truncated, info = found
         if not math.isfinite(reward):
             raise ValueError(
                 f"task {trajectory.task_id} (seed {trajectory.seed}), turn {len(trajectory.turns)}: the environment's reward is {reward}; "

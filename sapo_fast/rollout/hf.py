@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sapo_fast.models.packed import check_context, lm_head_of, prepare, run_decoder
-from sapo_fast.rollout.engine import Completion, Request, Sampling
+from sapo_fast.rollout.engine import Completion, Request, Sampling, check_requests
 from sapo_fast.rollout.kv_cache import ArenaLayout, KVArena
 from sapo_fast.rollout.sampler import draw, uniforms
 
@@ -89,7 +89,8 @@ class HFEngine:
         ValueError: a prompt that is empty, fills the context or holds w+, w- or unknown ids; two requests with one key; sampling
         out of range. FloatingPointError: the model's logits are not finite.
         """
-        prompts = self._check(requests, sampling)
+        vocabulary = lm_head_of(self._model)[0].shape[0]
+        prompts = check_requests(requests, sampling, vocabulary=vocabulary, banned=self._banned, max_context_tokens=self.max_context_tokens)
         decoder, training = prepare(self._model), self._model.training
         self._model.eval()
         try:
@@ -109,31 +110,6 @@ class HFEngine:
     def weights_changed(self) -> None:
         """Drop every cached key and value."""
         self._arena.clear()
-
-    def _check(self, requests: Sequence[Request], sampling: Sampling) -> list[np.ndarray]:
-        vocabulary = lm_head_of(self._model)[0].shape[0]
-        if not (0.0 <= sampling.temperature < float("inf")):
-            raise ValueError(f"temperature must be >= 0 and finite (0: greedy); got {sampling.temperature}")
-        if sampling.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1; got {sampling.max_new_tokens}")
-        if set(sampling.stop_ids) & set(self._banned):
-            raise ValueError(f"stop_ids {sampling.stop_ids} hold a value token {self._banned}, which is never sampled")
-        if len({r.key for r in requests}) != len(requests):
-            raise ValueError("two requests bear the same key; a key names one live episode, with one request at a time")
-        prompts = [np.asarray(r.prompt_ids, dtype=np.int64) for r in requests]
-        for request, prompt in zip(requests, prompts, strict=True):
-            if not 0 < len(prompt) < self.max_context_tokens:
-                raise ValueError(
-                    f"request {request.key}: the prompt has {len(prompt)} tokens; it must have at least 1 and fewer than "
-                    f"max_context_tokens = {self.max_context_tokens}, to leave room for a response"
-                )
-        if prompts:
-            every = np.concatenate(prompts)
-            if every.min() < 0 or every.max() >= vocabulary:
-                raise ValueError(f"prompt ids must be in [0, {vocabulary}), the model's vocabulary; got {every.min()}..{every.max()}")
-            if ((every == self._banned[0]) | (every == self._banned[1])).any():
-                raise ValueError(f"a prompt holds a value token {self._banned}; choose ids that the tokenizer never makes of a text")
-        return prompts
 
     def _batch(self, decoder: nn.Module, requests: Sequence[Request], prompts: list[np.ndarray], sampling: Sampling) -> list[Completion]:
         began = time.perf_counter()
