@@ -138,10 +138,8 @@ def _train(args: argparse.Namespace) -> None:
 
         print(describe(config, args.resume))
         return
-    from sapo_fast.checkpoint import seed_all
     from sapo_fast.trainer import Trainer
 
-    seed_all(config.seed)
     with run_folder.lock(config.run_dir()):
         metrics = Trainer(config).train(resume=args.resume)
     _print_metrics(metrics)
@@ -216,6 +214,8 @@ def _told(error: Exception) -> tuple[int, str | None]:
     if isinstance(error, ValueError):
         return 2, str(error)
     if isinstance(error, OSError):
+        return 1, str(error)
+    if type(error).__name__ == "Diverged":
         return 1, str(error)
     if type(error).__name__ == "OutOfMemoryError":
         advice = "lower optim.micro_batch_tokens or rollout.max_live_episodes, or set model.gradient_checkpointing=true"

@@ -25,6 +25,10 @@ log = logging.getLogger("sapo_fast")
 MAX_SKIPPED_STEPS = 5  # non-finite gradients in a row before the run stops: it would not recover
 
 
+class Diverged(RuntimeError):
+    """The model's numbers are not finite any more: the run cannot go on from here."""
+
+
 class Learner:
     """Policy, critic where there is one, frozen reference, optimizers."""
 
@@ -83,7 +87,7 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self, batch: RolloutBatch) -> OldPolicy:
-        """Old log-probs, V and Q in one pass over the rows (and one of the critic, where there is one)."""
+        """Old log-probs, V and Q in one pass over the rows (and one of the critic, where there is one). Diverged: one is not finite."""
         old = OldPolicy(logprobs=torch.zeros(batch.num_tokens))
         with_values = self.algorithm.readout or self.critic is not None
         if with_values:
@@ -103,7 +107,28 @@ class Learner:
             old.bootstrap[micro.bootstrap_trajectory.cpu()] = self._read(hidden, micro.bootstrap_rows)
             if old.q is not None:
                 old.q[micro.turn_index.cpu()] = self._read(hidden, micro.q_rows)
+        self._check_finite(batch, old)
         return old
+
+    def _check_finite(self, batch: RolloutBatch, old: OldPolicy) -> None:
+        """Name the first turn whose numbers are not finite: an update on them would spoil every weight."""
+        turn_of_token = batch.to_tokens(torch.arange(batch.num_turns))
+        for name, numbers in (("log-probability", old.logprobs), ("V", old.v), ("Q", old.q)):
+            if numbers is None or torch.isfinite(numbers).all():
+                continue
+            entry = int((~torch.isfinite(numbers)).nonzero()[0, 0])
+            turn = int(turn_of_token[entry]) if len(numbers) == batch.num_tokens else entry
+            b = int(torch.searchsorted(batch.cu_turns, turn, right=True)) - 1
+            weights = "" if self.finite() else "; the weights themselves are not finite"
+            raise Diverged(
+                f"the model's {name} in turn {turn - int(batch.cu_turns[b])} of trajectory {b} (task {batch.trajectories[b].task_id!r}) is "
+                f"{float(numbers[entry])}{weights}; go on from an earlier checkpoint with a lower optim.lr"
+            )
+
+    def finite(self) -> bool:
+        """Is every weight finite?"""
+        trained = self.policy.parameters() + (list(self.critic.parameters()) if self.critic is not None else [])
+        return bool(torch.stack([torch.isfinite(p.detach()).all() for p in trained]).all())
 
     @torch.no_grad()
     def reference_logprobs(self, batch: RolloutBatch) -> torch.Tensor:
@@ -313,7 +338,7 @@ class Learner:
             log.warning("gradient norm is %s: optimizer step skipped (%d in a row)", norm, self.skipped_in_a_row)
         optimizer.zero_grad(set_to_none=True)
         if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
-            raise RuntimeError(
+            raise Diverged(
                 f"{MAX_SKIPPED_STEPS} optimizer steps in a row had a non-finite gradient; lower optim.lr, or look at the last episodes"
             )
         return norm if finite else None

@@ -54,12 +54,18 @@ class Trainer:
         self.panel = Panel(panel_runner, self.suite.eval_tasks()[: config.eval.episodes])
         self.tasks = self.suite.train_tasks()
         self.iteration = 0  # iterations completed
+        self._saved: int | None = None  # the iterations that the newest checkpoint of this run holds
+        self._updating = False  # the weights are on their way from one iteration to the next
         self.seconds: dict[str, float] = {}
 
     # ---- the loop -------------------------------------------------------------------------------------------------------------------
 
     def train(self, resume: str = "auto") -> dict[str, float]:
-        """Run to ``config.iterations``. Ctrl-C (or SIGTERM) leaves a checkpoint and raises KeyboardInterrupt. Returns the last evaluation."""
+        """Run to ``config.iterations``. Returns the last evaluation.
+
+        Ctrl-C (or SIGTERM) leaves a checkpoint and raises KeyboardInterrupt. So does any other error, unless an update was under way or the
+        weights are not finite: then their state is kept apart, under ``failed``, and the run goes on from the last checkpoint.
+        """
         config = self.config
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._resume(resume)
@@ -80,6 +86,7 @@ class Trainer:
                     metrics["time/total"] = time.perf_counter() - began
                     self.tracker.log(iteration, metrics)
                     self.iteration += 1
+                    self._updating = False
                     if config.checkpoint.every and self.iteration % config.checkpoint.every == 0:
                         self.save()
                 shown |= {"success": f"{metrics['train/success']:.2f}"}
@@ -93,6 +100,9 @@ class Trainer:
         except KeyboardInterrupt:
             log.warning("interrupted: saving a checkpoint of the %d iterations completed", self.iteration)
             self.save()
+            raise
+        except Exception as error:
+            self._save_failed(error)
             raise
         finally:
             bar.close()
@@ -118,8 +128,12 @@ class Trainer:
         batch = build_rows(trajectories, bootstrap=config.advantage.bootstrap_truncated)
         metrics = rollout_metrics(batch) | self._engine_metrics()
         if not batch.num_turns:
-            raise RuntimeError(f"iteration {iteration}: no episode took a single turn ({trajectories[0].error}); nothing can be learned")
+            raise ValueError(
+                f"iteration {iteration}: no episode took a single turn, the first because of {trajectories[0].error or trajectories[0].end}; "
+                f"mend the environment {config.env.name!r}, or raise rollout.max_context_tokens"
+            )
         if iteration == 0 and config.value_warmup.fit_readout and (self.algorithm.readout or self.algorithm.critic):
+            self._updating = True
             with self.phase("fit_readout"):
                 metrics["value/fit_explained_variance"] = learner.fit_readout(batch)
         with self.phase("evaluate_policy"):
@@ -136,6 +150,7 @@ class Trainer:
                 norms = learner.term_grad_norms(batch, old, targets, reference, iteration)
             metrics |= {f"optim/grad_norm_{term}": norm for term, norm in norms.items()}
         with self.phase("update"):
+            self._updating = True
             generator = torch.Generator().manual_seed(int(np.random.default_rng([config.seed, iteration, 1]).integers(2**62)))
             updated, log_ratios = learner.update(batch, old, targets, reference, iteration, generator)
         self.engine.weights_changed()
@@ -174,7 +189,24 @@ class Trainer:
         checkpoint.export_hf(p.model, p.tokenizer, p.value_token_ids, directory, side)
 
     def save(self) -> None:
-        """Checkpoint of the iterations completed, atomic."""
+        """Checkpoint of the iterations completed, atomic; once for each."""
+        if self._saved != self.iteration:
+            self._write_checkpoint(self.run_dir / "checkpoints")
+            self._saved = self.iteration
+
+    def _save_failed(self, error: Exception) -> None:
+        """After an error: a checkpoint if the weights are those between two iterations, else their state aside, to look into."""
+        try:
+            if self._updating or not self.learner.finite():
+                where = self._write_checkpoint(self.run_dir / "failed")
+                log.error("%s in iteration %d: its unfinished state is in %s", type(error).__name__, self.iteration, where)
+            else:
+                log.error("%s: saving a checkpoint of the %d iterations completed", type(error).__name__, self.iteration)
+                self.save()
+        except (OSError, ValueError) as second:  # the first error is the one to tell
+            log.error("the state could not be saved: %s", second)
+
+    def _write_checkpoint(self, directory: Path) -> Path:
         learner = self.learner
         tensors = {"policy": checkpoint.unique_tensors(self.policy.model)}
         if learner.critic is not None:
@@ -182,7 +214,7 @@ class Trainer:
         state: dict[str, object] = {"rng": checkpoint.rng_state(), "value_token_ids": list(self.policy.value_token_ids), "optimizers": {}}
         for name, optimizer in learner.optimizers.items():
             tensors[f"optimizer_{name}"], state["optimizers"][name] = checkpoint.optimizer_to_tensors(optimizer)
-        checkpoint.save(self.run_dir / "checkpoints", self.iteration, tensors=tensors, state=state, keep=self.config.checkpoint.keep)
+        return checkpoint.save(directory, self.iteration, tensors=tensors, state=state, keep=self.config.checkpoint.keep)
 
     def _resume(self, resume: str) -> None:
         if resume == "never":
@@ -205,6 +237,7 @@ class Trainer:
             checkpoint.optimizer_from_tensors(optimizer, tensors[f"optimizer_{name}"], state["optimizers"][name])
         checkpoint.set_rng_state(state["rng"])
         self.iteration = found.iteration
+        self._saved = found.iteration if resume == "auto" else None
         self.engine.weights_changed()
         log.info("resumed from %s after %d iterations", where, found.iteration)
 

@@ -82,8 +82,12 @@ def test_a_folder_with_one_gguf_file_names_it(file):
 def test_without_the_package_the_extra_is_named(file, monkeypatch):
     real = importlib.util.find_spec
     for package in ("gguf", "accelerate"):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest, missing=package: None if name == missing else real(name, *rest))
-        with pytest.raises(ModuleNotFoundError, match=rf"reading tiny.Q8_0.gguf needs the package {package}: pip install 'sapo_fast\[gguf\]'"):
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *rest, missing=package: None if name == missing else real(name, *rest)
+        )
+        with pytest.raises(
+            ModuleNotFoundError, match=rf"reading tiny.Q8_0.gguf needs the package {package}: pip install 'sapo_fast\[gguf\]'"
+        ):
             locate(str(file))
 
 

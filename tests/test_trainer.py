@@ -13,6 +13,8 @@ import torch
 
 from sapo_fast import checkpoint
 from sapo_fast.config import load_config
+from sapo_fast.learner import Diverged
+from sapo_fast.records import Trajectory
 from sapo_fast.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -148,6 +150,97 @@ def test_interrupt_during_the_update_waits_for_its_end(make):
     assert len(lines(trainer)) == 1
 
 
+def saved(trainer, folder="checkpoints"):
+    return sorted(path.name for path in (trainer.run_dir / folder).glob("*"))
+
+
+def test_every_iteration_is_saved_once(make):
+    trainer = make("once", "iterations=2")
+    trainer.train()
+    assert saved(trainer) == ["iteration-000001", "iteration-000002"]
+    again = make("once", "iterations=2")
+    again.train()  # a finished run: evaluated anew, nothing to save
+    assert saved(again) == ["iteration-000001", "iteration-000002"]
+
+
+def test_an_error_between_iterations_leaves_a_checkpoint(make, caplog):
+    trainer = make("broken", "checkpoint.every=0")
+    collect = trainer.collect
+
+    def breaks(iteration):
+        if iteration == 2:
+            raise ValueError("a reward of nan")
+        return collect(iteration)
+
+    trainer.collect = breaks
+    with pytest.raises(ValueError, match="a reward of nan"):
+        trainer.train()
+    assert saved(trainer) == ["iteration-000002"] and "saving a checkpoint of the 2 iterations" in caplog.text
+    assert not (trainer.run_dir / "failed").exists()
+
+
+def test_an_error_in_an_update_keeps_its_state_apart(make, caplog):
+    trainer = make("broken")
+    step, calls = trainer.learner._step, []
+
+    def breaks(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("out of luck")
+        return step(*args, **kwargs)
+
+    trainer.learner._step = breaks
+    with pytest.raises(RuntimeError, match="out of luck"):
+        trainer.train()
+    done = trainer.iteration
+    assert done >= 1 and saved(trainer)[-1] == f"iteration-{done:06d}", "the last whole state is what a resumed run goes on from"
+    assert saved(trainer, "failed") == [f"iteration-{done:06d}"] and f"in iteration {done}: its unfinished state is in" in caplog.text
+    whole, left = (checkpoint.load(path).tensors["policy"] for path in (
+        checkpoint.latest(trainer.run_dir / "checkpoints"), trainer.run_dir / "failed" / f"iteration-{done:06d}"
+    ))  # fmt: skip
+    assert equal(left, weights(trainer)) and not equal(left, whole), "the update had begun"
+
+
+def test_weights_that_are_not_finite_stop_the_run_and_leave_good_checkpoints(make):
+    trainer = make("nan")
+    collect = trainer.collect
+
+    def poisoned(iteration):
+        trajectories = collect(iteration)
+        if iteration == 2:
+            with torch.no_grad():
+                trainer.policy.parameters()[-1].view(-1)[0] = float("nan")
+        return trajectories
+
+    trainer.collect = poisoned
+    with pytest.raises(
+        Diverged, match=r"log-probability in turn 0 of trajectory 0 \(task '.*'\) is nan; the weights themselves are not finite"
+    ):
+        trainer.train()
+    assert saved(trainer) == ["iteration-000001", "iteration-000002"] and saved(trainer, "failed") == ["iteration-000002"]
+    assert all(
+        torch.isfinite(t).all() for t in checkpoint.load(checkpoint.latest(trainer.run_dir / "checkpoints")).tensors["policy"].values()
+    )
+
+
+def test_a_state_that_cannot_be_saved_does_not_hide_the_error(make, caplog, monkeypatch):
+    trainer = make("full", "checkpoint.every=0")
+    trainer.collect = lambda iteration: (_ for _ in ()).throw(ValueError("the first error"))
+    monkeypatch.setattr(checkpoint, "save", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(ValueError, match="the first error"):
+        trainer.train()
+    assert "the state could not be saved: no space left" in caplog.text
+
+
+def test_a_batch_without_a_turn_stops_the_run(make):
+    trainer = make("empty")
+    trainer.collect = lambda iteration: [Trajectory("task", 0, end="crashed", error="KeyError: 'x'")]
+    with pytest.raises(
+        ValueError, match="iteration 0: no episode took a single turn, the first because of KeyError: 'x'; mend the environment"
+    ):
+        trainer.train()
+
+
 def test_micro_batches_do_not_change_the_update(make):
     runs = []
     for budget in (100_000, 150):
@@ -204,7 +297,7 @@ def test_a_step_with_a_non_finite_gradient_is_skipped_then_the_run_stops(make):
     for p in trainer.policy.parameters():
         p.register_hook(lambda grad: grad * float("nan"))
     before = {k: v.clone() for k, v in weights(trainer).items()}
-    with pytest.raises(RuntimeError, match="5 optimizer steps in a row"):
+    with pytest.raises(Diverged, match="5 optimizer steps in a row"):
         for iteration in range(1, 6):
             metrics = trainer.learn(trajectories, iteration)
             assert metrics["optim/skipped_steps"] > 0
