@@ -14,14 +14,13 @@ from __future__ import annotations
 import ast
 import ctypes
 import functools
-import gzip
 import hashlib
-import io
 import json
 import os
 import re
 import sys
 import threading
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,14 +56,27 @@ Mapping = dict[tuple[str, str], str]  # (placeholder, type) -> entity
 
 @dataclass
 class Translation:
-    """A PDDL problem as Fast Downward reads it (``sas``), and what the text needs of it."""
+    """A PDDL problem as Fast Downward reads it (``sas``: its text, compressed), and what the wording needs of it."""
 
-    sas: str
+    sas: bytes
     types: list[tuple[str, list[str]]]  # name, supertypes
     objects: dict[str, str]  # entity -> type
     parameters: dict[str, list[tuple[str, str]]]  # action -> (parameter, type)
     facts: list[list[str]]  # initial facts: predicate, arguments
     fluents: list[str]  # predicates that may change
+
+    def to_bytes(self) -> bytes:
+        head = zlib.compress(json.dumps({k: v for k, v in self.__dict__.items() if k != "sas"}, separators=(",", ":")).encode())
+        return len(head).to_bytes(8, "big") + head + self.sas
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Translation:
+        """ValueError (or a kin) for bytes that ``to_bytes`` did not make."""
+        end = 8 + int.from_bytes(data[:8], "big")
+        head = json.loads(zlib.decompress(data[8:end]))
+        head["parameters"] = {action: [(name, kind) for name, kind in pairs] for action, pairs in head["parameters"].items()}
+        zlib.decompress(data[end:])  # its checksum
+        return cls(sas=data[end:], **head)
 
 
 def translate(domain: str, problem: str, cache: Path | None) -> Translation:
@@ -72,14 +84,14 @@ def translate(domain: str, problem: str, cache: Path | None) -> Translation:
     if cache is None:
         return _translate(domain, problem)
     key = hashlib.sha256(f"{RECORD_VERSION}\0{domain}\0{problem}".encode()).hexdigest()[:32]
-    path = cache / key[:2] / f"{key}.json.gz"
+    path = cache / key[:2] / key
     try:
-        return Translation(**json.loads(gzip.decompress(path.read_bytes())))
-    except (OSError, EOFError, ValueError, TypeError):  # not there, or damaged: made again
+        return Translation.from_bytes(path.read_bytes())
+    except (OSError, zlib.error, ValueError, TypeError, KeyError):  # not there, or damaged: made again
         found = _translate(domain, problem)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-    temporary.write_bytes(gzip.compress(json.dumps(found.__dict__, separators=(",", ":")).encode(), 6))
+    temporary.write_bytes(found.to_bytes())
     temporary.replace(path)
     return found
 
@@ -106,15 +118,16 @@ def _translate(domain: str, problem: str) -> Translation:
         elif atom.fluent.symbol != "total-cost" and not str(atom.expression.value).isdigit():
             facts.append([str(atom.expression.value), *atom.fluent.args])
     library = _Library()
-    library.load(sas)
+    library.load(sas.encode())
     fluents = set()
     for name, arguments in library.state():
         positive = name.removeprefix("not_")
         fluents.add(positive)
         if name == positive:
             facts.append([name, *arguments])
+    library.close()
     return Translation(
-        sas=sas,
+        sas=zlib.compress(sas.encode()),
         types=[(t.name, list(t.supertype_names)) for t in task.types],
         objects={o.name: o.type_name for o in task.objects},
         parameters={a.name: [(p.name.strip("?"), p.type_name) for p in a.parameters] for a in task.actions},
@@ -133,13 +146,15 @@ def _read_atom(name: str) -> tuple[str, Fact]:
 class _Library:
     """One copy of Fast Downward's library: its state is global to the copy, so every environment has its own."""
 
+    _free: list[ctypes.CDLL] = []  # copies for the next one: unloading a copy would crash the process at its end, by the copy's exit handler
+
     def __init__(self) -> None:
-        self._lib = fast_downward.load_lib()
+        self._lib = self._free.pop() if self._free else fast_downward.load_lib()
         self._operators = (fast_downward.Operator * 64)()
         self._atoms = (fast_downward.Atom * 16)()
 
-    def load(self, sas: str) -> None:
-        self._lib.load_sas(sas.encode())
+    def load(self, sas: bytes) -> None:
+        self._lib.load_sas(sas)
         self._initial = self._lib.get_state_id()
 
     def restart(self) -> None:
@@ -187,7 +202,8 @@ class _Library:
 
     def close(self) -> None:
         if self._lib is not None:
-            fast_downward.close_lib(self._lib)
+            self._lib.cleanup()
+            self._free.append(self._lib)
             self._lib = None
 
 
@@ -224,8 +240,7 @@ class Facts:
         return predicate, tuple(self._types[a] for a in arguments)
 
     def add(self, signature: Signature, fact: Fact) -> None:
-        facts = self._own(signature)
-        facts.add(fact)
+        self._own(signature).add(fact)
 
     def remove(self, signature: Signature, fact: Fact) -> None:
         if fact in self._facts.get(signature, ()):
@@ -471,7 +486,6 @@ def _name_entities(translation: Translation) -> dict[str, Any]:
 class _Operator:
     """An operator of a game, as far as it has been met."""
 
-    name: str
     action: str
     mapping: Mapping
     effects: int
@@ -491,7 +505,7 @@ class Engine:
         if game is self._game and self._steps < RELOAD_AFTER:
             return
         self._game, self._steps = game, 0
-        self._library.load(game.translation.sas)
+        self._library.load(zlib.decompress(game.translation.sas))
         self._facts = Facts(game.translation, game.hierarchy)
         self._writer = _Writer(game.logic.rules, self._facts, game.entities)
         self._operators: dict[int, _Operator] = {}
@@ -559,4 +573,4 @@ class Engine:
         (action, *arguments), effects = self._library.operator(position)
         mapping = self._mapping(action, arguments)
         command = self._word(action, mapping) if self._fixed[action] else None
-        return _Operator(" ".join([action, *arguments]), action, mapping, effects, command)
+        return _Operator(action, mapping, effects, command)
