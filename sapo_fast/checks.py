@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .loss import LossConfig
 
 READOUTS = ("linear", "clip")
+#: A log-probability may be above 0 by rounding. More is something else: a probability, or a negative log-likelihood.
+POSITIVE_LOGPROB = 1e-3
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -60,7 +62,9 @@ def loss_config(config: LossConfig) -> None:
     for name in ("clip_low", "clip_high", "v_clip", "q_clip"):
         value = getattr(config, name)
         if value is not None:
-            not_negative(name, value)
+            number(name, value)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be >= 0 and finite, or None to switch it off; got {value!r}")
     if config.dual_clip is not None:
         number("dual_clip", config.dual_clip)
         if not 1 < config.dual_clip < math.inf:
@@ -213,6 +217,19 @@ class Data:
             self._masks.append(lambda: ~x.isfinite())
             self._stories.append(story or (lambda i: f"{name}[{i}] = {float(x[i])} is not finite"))
 
+    def logprobs(self, name: str, x: Tensor | None) -> None:
+        """Finite, and no entry of ``x`` [n] above 0 by more than rounding."""
+        self.finite(name, x)
+        if x is not None and x.numel():
+            self.flags.append(x.detach().amax() > POSITIVE_LOGPROB)
+            self._masks.append(lambda: x > POSITIVE_LOGPROB)
+            self._stories.append(
+                lambda i: (
+                    f"{name}[{i}] = {float(x[i])} is above 0: give log-probabilities (natural logarithm), neither probabilities nor their "
+                    "negatives"
+                )
+            )
+
 
 def _actions(data: Data, action_rows: Tensor, actions: Tensor, pair: tuple[int, int], source: Tensor, of: str, vocabulary: int) -> None:
     data.inside("action_rows", action_rows, source.shape[0], of)
@@ -319,11 +336,11 @@ def fused_loss(
     for name, rows in (("v_rows", v_rows), ("q_rows", q_rows)):
         if rows is not None:
             data.inside(name, rows, source.shape[0], of)
-    data.finite("old_logprobs", old_logprobs)
+    data.logprobs("old_logprobs", old_logprobs)
     data.finite("advantages", advantages)
     data.finite("token_weights", token_weights)
     if config.kl_coef > 0:
-        data.finite("ref_logprobs", ref_logprobs)
+        data.logprobs("ref_logprobs", ref_logprobs)
     for name, x in (("v_old", v_old), ("v_targets", v_targets), ("q_old", q_old), ("q_targets", q_targets)):
         data.finite(name, x)
     data.settle()

@@ -109,13 +109,13 @@ class RolloutSection(Section):
 class LossSection(Section):
     """The fields of `sapo_fast.LossConfig` (docs/method.md, Loss)."""
 
-    clip_low: float | None = Field(0.2, gt=0, description="the ratio is clipped below at 1 - clip_low; null: never")
-    clip_high: float | None = Field(0.2, gt=0, description="the ratio is clipped above at 1 + clip_high; null: never")
+    clip_low: float | None = Field(0.2, ge=0, description="the ratio is clipped below at 1 - clip_low; null: never")
+    clip_high: float | None = Field(0.2, ge=0, description="the ratio is clipped above at 1 + clip_high; null: never")
     dual_clip: float | None = Field(3.0, gt=1, description="bound on ratio x |advantage| for negative advantages; null: none")
     v_clip: float | None = Field(
-        0.2, gt=0, description="how far V may move from its old value, in normalised units (reward / r_max); null: any"
+        0.2, ge=0, description="how far V may move from its old value, in normalised units (reward / r_max); null: any"
     )
-    q_clip: float | None = Field(0.2, gt=0, description="the same for Q")
+    q_clip: float | None = Field(0.2, ge=0, description="the same for Q")
     v_coef: float = Field(0.5, ge=0, description="weight of the V loss")
     q_coef: float = Field(0.5, ge=0, description="weight of the Q loss")
     kl_coef: float = Field(0.01, ge=0, description="weight of the KL (k3) to the frozen reference; 0 saves the reference pass")

@@ -72,6 +72,11 @@ BAD = {
     "kl without ref": ({**P, "ref_logprobs": None}, r"kl_coef = 0.01 needs ref_logprobs.*LossConfig\(kl_coef=0\)"),
     "nan advantage": ({**P, "advantages": replaced(P["advantages"], 7, math.nan)}, r"advantages\[7\] = nan is not finite"),
     "inf old": ({**P, "old_logprobs": replaced(P["old_logprobs"], 1, -math.inf)}, r"old_logprobs\[1\] = -inf is not finite"),
+    "old above 0": (
+        {**P, "old_logprobs": replaced(P["old_logprobs"], 4, 0.5)},
+        r"old_logprobs\[4\] = 0.5 is above 0: give log-probabilities .*neither probabilities nor their negatives",
+    ),
+    "ref above 0": ({**P, "ref_logprobs": replaced(P["ref_logprobs"], 0, 2.0)}, r"ref_logprobs\[0\] = 2.0 is above 0"),
     "nan ref": ({**P, "ref_logprobs": replaced(P["ref_logprobs"], 1, math.nan)}, r"ref_logprobs\[1\]"),
     "nan weight": ({**P, "token_weights": replaced(P["token_weights"], 1, math.nan)}, r"token_weights\[1\]"),
     "nan target": ({**P, "q_targets": replaced(P["q_targets"], 1, math.nan)}, r"q_targets\[1\]"),
@@ -97,6 +102,13 @@ def test_fused_loss_refuses(arguments, story):
         fused_loss(**arguments)
 
 
+def test_a_log_probability_may_be_above_0_by_rounding():
+    for name in ("old_logprobs", "ref_logprobs"):
+        fused_loss(**{**P, name: replaced(P[name], 3, 1e-6)})
+        fused_loss(**{**P, name: replaced(P[name], 3, 0.5)}, check=False)
+    fused_loss(**{**P, "ref_logprobs": replaced(P["ref_logprobs"], 3, 0.5), "config": LossConfig(kl_coef=0.0)})  # not read at all
+
+
 def test_the_same_arguments_unspoilt_pass():
     assert torch.isfinite(fused_loss(**P).loss) and torch.isfinite(fused_loss(**H).loss)
 
@@ -120,7 +132,7 @@ def test_temperature(temperature):
 @pytest.mark.parametrize(
     ("settings", "story"),
     [
-        ({"clip_low": -0.1}, "clip_low must be >= 0 and finite, got -0.1"),
+        ({"clip_low": -0.1}, "clip_low must be >= 0 and finite, or None to switch it off; got -0.1"),
         ({"clip_high": math.inf}, "clip_high must be >= 0 and finite"),
         ({"v_clip": -1}, "v_clip must be >= 0"),
         ({"q_clip": "off"}, "q_clip must be a number, got 'off'"),
