@@ -1,8 +1,8 @@
 """ALFWorld's engine: is ours the stock one, and how much faster is it?
 
-    python bench/alfworld.py walk DATA        every game loads, and its own walkthrough wins it
-    python bench/alfworld.py same DATA        transcripts of both engines on 10 games of each family, byte for byte (random commands, then the walkthrough)
-    python bench/alfworld.py speed DATA       steps per CPU second, load and reset, memory per environment: stock and ours, 1 and 64 environments
+    python bench/alfworld_engine.py walk DATA        every game loads, and its own walkthrough wins it
+    python bench/alfworld_engine.py same DATA        transcripts of both engines on 10 games of each family, byte for byte (random commands, then the walkthrough)
+    python bench/alfworld_engine.py speed DATA       steps per CPU second, load and reset, memory per environment: stock and ours, 1 and 64 environments
 
 DATA: a folder with json_2.1.1. Needs the extra `alfworld`. Prints a table; exits 1 where something does not hold. Times are CPU seconds of one process.
 """
