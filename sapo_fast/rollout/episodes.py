@@ -47,8 +47,8 @@ class RolloutStats:
 
 
 @dataclass
-class _Live:
-    """An episode in progress."""
+class LiveEpisode:
+    """An episode in progress: its environment waits for the response to ``prompt_ids``."""
 
     index: int
     key: int
@@ -86,6 +86,11 @@ def step_env(env: TextEnv, command: str) -> Step | Exception:
         return observation, float(reward), terminated, truncated, info
     except Exception as error:
         return error
+
+
+def cached_tokens(engine: Engine) -> int:
+    """Prompt tokens that an engine has not had to compute so far, where it counts them."""
+    return getattr(getattr(engine, "stats", None), "cached_tokens", 0)
 
 
 class EpisodeRunner:
@@ -127,9 +132,9 @@ class EpisodeRunner:
         from tqdm import tqdm
 
         self.stats = stats = RolloutStats()
-        engine_before = getattr(getattr(self.engine, "stats", None), "cached_tokens", 0)
+        engine_before = cached_tokens(self.engine)
         finished: dict[int, Trajectory] = {}
-        live: list[_Live] = []
+        live: list[LiveEpisode] = []
         started = 0
         bar = tqdm(total=len(tasks), desc=progress, disable=progress is None, unit="episode")
         try:
@@ -151,15 +156,19 @@ class EpisodeRunner:
         finally:
             bar.close()
         trajectories = [finished[i] for i in range(len(tasks))]
-        stats.reused_tokens = getattr(getattr(self.engine, "stats", None), "cached_tokens", 0) - engine_before
+        stats.reused_tokens = cached_tokens(self.engine) - engine_before
+        self._count(trajectories)
+        return trajectories
+
+    def _count(self, trajectories: list[Trajectory]) -> None:
+        stats = self.stats
         stats.episodes = len(trajectories)
         for reason in ("terminated", "truncated", "overlong", "crashed"):
             setattr(stats, reason, sum(t.end == reason for t in trajectories))
         if stats.crashed:
             log.warning("%d of %d episodes crashed", stats.crashed, stats.episodes)
-        return trajectories
 
-    def _abandon(self, live: list[_Live]) -> None:
+    def _abandon(self, live: list[LiveEpisode]) -> None:
         self.engine.release([episode.key for episode in live])
         for episode in live:
             if not any(episode.env is env for env in self._idle):
@@ -177,7 +186,7 @@ class EpisodeRunner:
         while self._idle:
             self._idle.pop().close()
 
-    def _start(self, index: int, task_id: str, seed: int, group: int) -> tuple[Trajectory, _Live | None]:
+    def _start(self, index: int, task_id: str, seed: int, group: int) -> tuple[Trajectory, LiveEpisode | None]:
         """Reset an environment to the task. No live episode: it ended before its first turn."""
         env = self._idle.pop() if self._idle else self.suite.make()
         began = time.perf_counter()
@@ -185,7 +194,7 @@ class EpisodeRunner:
         self.stats.env_seconds += time.perf_counter() - began
         return self._admit(index, Trajectory(task_id=task_id, seed=seed, group=group), env, found)
 
-    def _admit(self, index: int, trajectory: Trajectory, env: TextEnv, found: Reset | Exception) -> tuple[Trajectory, _Live | None]:
+    def _admit(self, index: int, trajectory: Trajectory, env: TextEnv, found: Reset | Exception) -> tuple[Trajectory, LiveEpisode | None]:
         """Make a live episode of what ``reset_env`` found; None: it ended before its first turn."""
         if isinstance(found, Exception):
             self._crash(trajectory, env, found)
@@ -198,9 +207,9 @@ class EpisodeRunner:
             trajectory.end = "overlong"
             self._idle.append(env)
             return trajectory, None
-        return trajectory, _Live(index, next(_KEYS), env, history, trajectory, info, prompt_ids)
+        return trajectory, LiveEpisode(index, next(_KEYS), env, history, trajectory, info, prompt_ids)
 
-    def _turn(self, live: list[_Live]) -> list[_Live]:
+    def _turn(self, live: list[LiveEpisode]) -> list[LiveEpisode]:
         """One turn of every live episode. Returns those that ended, released."""
         began = time.perf_counter()
         requests = [Request(e.key, e.prompt_ids, derive_seed(e.trajectory.seed, len(e.trajectory.turns))) for e in live]
@@ -217,7 +226,7 @@ class EpisodeRunner:
         self.engine.release([episode.key for episode in over])
         return over
 
-    def _step(self, episode: _Live, completion: Completion) -> EndReason | None:
+    def _step(self, episode: LiveEpisode, completion: Completion) -> EndReason | None:
         """Send one response to its environment; None: the episode goes on."""
         command = self._respond(episode, completion)
         began = time.perf_counter()
@@ -225,7 +234,7 @@ class EpisodeRunner:
         self.stats.env_seconds += time.perf_counter() - began
         return self._observe(episode, found)
 
-    def _respond(self, episode: _Live, completion: Completion) -> str:
+    def _respond(self, episode: LiveEpisode, completion: Completion) -> str:
         """Record a response as the episode's next turn and return the command it holds."""
         trajectory, stats, b = episode.trajectory, self.stats, self.builder
         began = time.perf_counter()
@@ -254,7 +263,7 @@ class EpisodeRunner:
         stats.prompt_seconds += time.perf_counter() - began
         return parsed.command
 
-    def _observe(self, episode: _Live, found: Step | Exception) -> EndReason | None:
+    def _observe(self, episode: LiveEpisode, found: Step | Exception) -> EndReason | None:
         """Complete the last turn with what ``step_env`` found; None: the episode goes on."""
         trajectory, stats, b = episode.trajectory, self.stats, self.builder
         turn = trajectory.turns[-1]
@@ -305,4 +314,8 @@ class EpisodeRunner:
         where = f"turn {len(trajectory.turns)}" if trajectory.turns else "reset"
         log.warning("task %s (seed %d) crashed at %s: %s", trajectory.task_id, trajectory.seed, where, trajectory.error)
         log.debug("traceback of the crash", exc_info=error)
+        self._discard(env, error)
+
+    def _discard(self, env: TextEnv, error: Exception) -> None:
+        """Get rid of an environment that raised ``error``."""
         self._close(env)
