@@ -26,6 +26,7 @@ class OldPolicy:
     v: torch.Tensor | None = None  # [T] V before each turn, reward units; [N] before each token for ppo_token
     q: torch.Tensor | None = None  # [T] Q after each turn's action
     bootstrap: torch.Tensor | None = None  # [B] V after the last turn of truncated episodes, 0 elsewhere
+    token_weights: torch.Tensor | None = None  # [N] constant weights of the policy term; None: 1
 
 
 @dataclass

@@ -96,14 +96,55 @@ class PromptSection(Section):
     invalid_rule: Literal["format", "admissible"] = Field("format", description="what counts as an invalid action")
 
 
+class VLLMSection(Section):
+    """The vLLM engine, with rollout.engine=vllm (docs/rollout.md)."""
+
+    mode: Literal["embedded", "server"] = Field("embedded", description="inside this process, or another process (and GPU) over HTTP")
+    url: str | None = Field(None, pattern=r"^https?://", description="mode=server: of a `vllm serve` that runs already; null: start one")
+    devices: str | None = Field(None, description="mode=server: CUDA_VISIBLE_DEVICES of the server that is started; null: this process's")
+    kv_cache_mb: int | None = Field(None, ge=1, description="memory of keys and values; null: what max_live_episodes full contexts need")
+    sleep: bool = Field(False, description="mode=embedded: free the engine's GPU memory during updates")
+    sync_tolerance: float | None = Field(
+        None, gt=0, description="largest difference of log-probs allowed in the proof after a sync; null: 5e-4 in float32, .25 in bfloat16"
+    )
+
+
 class RolloutSection(Section):
     """How episodes are generated."""
 
-    engine: Literal["hf"] = Field("hf", description="the generation engine")
+    engine: Literal["hf", "vllm"] = Field("hf", description="the generation engine: transformers in this process, or vLLM")
+    collector: Literal["auto", "lockstep", "stream"] = Field(
+        "auto",
+        description="lockstep: a turn of every live episode at a time; stream: each goes on as its own answer arrives; auto: stream with vllm",
+    )
+    env_workers: int = Field(
+        0, ge=0, description="collector=stream: threads for environment steps; 0: in line (where they take microseconds)"
+    )
+    env_timeout: float | None = Field(
+        None, gt=0, description="collector=stream with env_workers: seconds a reset or step may take; null: any"
+    )
+    retries: int = Field(1, ge=0, description="collector=stream: how often an episode that crashed or timed out is played again")
+    correction: Literal["auto", "on", "off"] = Field(
+        "auto", description="weigh each token's policy loss by min(pi_old / pi_rollout, correction_cap); auto: on with vllm"
+    )
+    correction_cap: float = Field(2.0, ge=1, description="the largest such weight")
+    turn_mask: float | None = Field(
+        None, gt=1, description="with the correction: ignore turns whose mean ratio is outside [1/turn_mask, turn_mask]; null: none"
+    )
+    old_policy: Literal["trainer", "engine"] = Field(
+        "trainer",
+        description="whose log-probs, V and Q of the policy that played are used: a pass of the trainer, or the engine's (vllm; saves the pass)",
+    )
     temperature: float = Field(1.0, gt=0, description="of sampling, and of the policy in the loss")
     max_response_tokens: int = Field(16, ge=1, description="response budget of a turn")
     max_context_tokens: int = Field(1024, ge=8, description="prompt + response; an episode whose prompt leaves no room ends as `overlong`")
     max_live_episodes: int = Field(64, ge=1, description="episodes played side by side")
+
+    def streams(self) -> bool:
+        return self.collector == "stream" or (self.collector == "auto" and self.engine == "vllm")
+
+    def corrects(self) -> bool:
+        return self.correction == "on" or (self.correction == "auto" and self.engine == "vllm")
 
 
 class LossSection(Section):
@@ -211,6 +252,7 @@ class Config(Section):
     env: EnvSection = EnvSection()
     prompt: PromptSection = PromptSection()
     rollout: RolloutSection = RolloutSection()
+    vllm: VLLMSection = VLLMSection()
     loss: LossSection = LossSection()
     advantage: AdvantageSection = AdvantageSection()
     optim: OptimSection = OptimSection()
@@ -231,12 +273,32 @@ class Config(Section):
                 f"rollout.max_response_tokens ({self.rollout.max_response_tokens}) must be below rollout.max_context_tokens "
                 f"({self.rollout.max_context_tokens}); raise rollout.max_context_tokens"
             )
+        self._consistent_rollout()
         if self.model.value_tokens != "auto" and self.model.value_tokens[0] == self.model.value_tokens[1]:
             raise ValueError(f"model.value_tokens must be two different ids, got {list(self.model.value_tokens)}; set it to auto")
         unknown = set(re.findall(r"\{(.*?)\}", self.output_dir)) - {"algorithm", "seed"}
         if unknown:
             raise ValueError(f"output_dir may hold {{algorithm}} and {{seed}} only, got {self.output_dir!r}; take {{{min(unknown)}}} out")
         return self
+
+    def _consistent_rollout(self) -> None:
+        r = self.rollout
+        if r.engine == "vllm" and not 0.01 <= r.temperature <= 2.0:
+            raise ValueError(f"rollout.temperature must be in [0.01, 2] for vllm, got {r.temperature}; use rollout.engine=hf")
+        if r.env_timeout is not None and not r.env_workers:
+            raise ValueError(
+                f"rollout.env_timeout ({r.env_timeout:g}) needs threads to give up; set rollout.env_workers=4, or env_timeout=null"
+            )
+        if r.old_policy == "trainer":
+            return
+        if r.engine != "vllm" or not r.streams():
+            raise ValueError("rollout.old_policy=engine needs rollout.engine=vllm, rollout.collector=auto; set rollout.old_policy=trainer")
+        if self.algorithm in ("ppo", "ppo_token"):
+            raise ValueError(f"rollout.old_policy=engine knows no critic, which {self.algorithm} has; set rollout.old_policy=trainer")
+        if self.advantage.bootstrap_truncated:
+            raise ValueError(
+                "rollout.old_policy=engine reads no value after the last turn; set advantage.bootstrap_truncated=false or rollout.old_policy=trainer"
+            )
 
     def run_dir(self) -> Path:
         """``output_dir`` with its placeholders filled in."""

@@ -258,6 +258,7 @@ class Learner:
             old_logprobs=old.logprobs[token].to(device),
             advantages=targets.advantages[token].to(device),
             ref_logprobs=reference[token].to(device) if reference is not None and config.kl_coef > 0 else None,
+            token_weights=old.token_weights[token].to(device) if old.token_weights is not None else None,
             num_tokens=num_tokens,
             num_turns=num_turns,
             config=config,

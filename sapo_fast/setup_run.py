@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,8 +42,8 @@ def warm_start_parts(config: Config, suite: TaskSuite) -> tuple[BuilderFor, Play
         return prompt_builder(config, suite, tokenizer)
 
     def play(policy: Policy, n: int) -> list[Trajectory]:
-        engine = make_engine(config, policy)
-        runner = make_runner(config, suite, engine, builder_for(policy.tokenizer), temperature=config.rollout.temperature)
+        engine = hf_engine(config, policy)  # whatever will play later: the warm start is cached for all engines
+        runner = lock_step_runner(config, suite, engine, builder_for(policy.tokenizer), temperature=config.rollout.temperature)
         tasks, rng = suite.train_tasks(), np.random.default_rng([config.warm_start.seed, 2])
         return runner.run([(tasks[int(rng.integers(len(tasks)))], int(rng.integers(2**31)), i) for i in range(n)])
 
@@ -60,6 +60,28 @@ def build_policy(config: Config, suite: TaskSuite, *, progress: bool = True) -> 
 
 
 def make_engine(config: Config, policy: Policy) -> Engine:
+    return vllm_engine(config, policy) if config.rollout.engine == "vllm" else hf_engine(config, policy)
+
+
+def vllm_engine(config: Config, policy: Policy) -> Engine:
+    r, v = config.rollout, config.vllm
+    shared = {
+        "value_token_ids": policy.value_token_ids,
+        "max_context_tokens": r.max_context_tokens,
+        "max_live": r.max_live_episodes,
+        "kv_cache_mb": v.kv_cache_mb,
+        "tolerance": v.sync_tolerance,
+    }
+    if v.mode == "server":
+        from sapo_fast.rollout.vllm_server import VLLMServerEngine
+
+        return VLLMServerEngine(policy.model, url=v.url, devices=v.devices, **shared)
+    from sapo_fast.rollout.vllm import VLLMEngine
+
+    return VLLMEngine(policy.model, sleep=v.sleep, **shared)
+
+
+def hf_engine(config: Config, policy: Policy) -> Engine:
     from sapo_fast.rollout.hf import HFEngine
 
     return HFEngine(
@@ -70,15 +92,37 @@ def make_engine(config: Config, policy: Policy) -> Engine:
     )
 
 
-def make_runner(config: Config, suite: TaskSuite, engine: Engine, builder: PromptBuilder, *, temperature: float) -> EpisodeRunner:
-    sampling = Sampling(temperature=temperature, max_new_tokens=config.rollout.max_response_tokens, stop_ids=tuple(builder.end_ids))
-    return EpisodeRunner(
+def make_runner(
+    config: Config, suite: TaskSuite, engine: Engine, builder: PromptBuilder, *, temperature: float, read_q: bool = False
+) -> EpisodeRunner:
+    """``read_q``: have the engine read Q after every response (with the collector only)."""
+    r = config.rollout
+    if not r.streams():
+        return lock_step_runner(config, suite, engine, builder, temperature=temperature)
+    from sapo_fast.rollout.collector import Collector
+
+    return Collector(
         suite,
         engine,
         builder,
         builder.tokenizer,
-        sampling=sampling,
-        max_turns=config.env.max_turns,
-        reward_scale=config.env.reward_scale,
-        max_live=config.rollout.max_live_episodes,
+        **_runner_arguments(config, builder, temperature),
+        env_workers=r.env_workers,
+        env_timeout=r.env_timeout,
+        retries=r.retries,
+        read_q=read_q,
     )
+
+
+def lock_step_runner(config: Config, suite: TaskSuite, engine: Engine, builder: PromptBuilder, *, temperature: float) -> EpisodeRunner:
+    return EpisodeRunner(suite, engine, builder, builder.tokenizer, **_runner_arguments(config, builder, temperature))
+
+
+def _runner_arguments(config: Config, builder: PromptBuilder, temperature: float) -> dict[str, Any]:
+    sampling = Sampling(temperature=temperature, max_new_tokens=config.rollout.max_response_tokens, stop_ids=tuple(builder.end_ids))
+    return {
+        "sampling": sampling,
+        "max_turns": config.env.max_turns,
+        "reward_scale": config.env.reward_scale,
+        "max_live": config.rollout.max_live_episodes,
+    }

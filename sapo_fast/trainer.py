@@ -26,8 +26,10 @@ from sapo_fast.config import Config, to_yaml
 from sapo_fast.envs import make_suite
 from sapo_fast.evaluate import Panel
 from sapo_fast.learner import Learner
+from sapo_fast.mismatch import engine_old_policy, mismatch_metrics, token_weights
 from sapo_fast.models.load import Policy
 from sapo_fast.records import Trajectory
+from sapo_fast.rollout.collector import CollectorStats
 from sapo_fast.setup_run import build_policy, make_engine, make_runner, prompt_builder
 from sapo_fast.trackers import Tracker
 
@@ -49,7 +51,8 @@ class Trainer:
         self.learner = Learner(config, self.algorithm, self.policy)
         builder = prompt_builder(config, self.suite, self.policy.tokenizer)
         self.engine = make_engine(config, self.policy)
-        self.runner = make_runner(config, self.suite, self.engine, builder, temperature=config.rollout.temperature)
+        read_q = config.rollout.old_policy == "engine" and self.algorithm.readout
+        self.runner = make_runner(config, self.suite, self.engine, builder, temperature=config.rollout.temperature, read_q=read_q)
         panel_runner = make_runner(config, self.suite, self.engine, builder, temperature=config.eval.temperature)
         self.panel = Panel(panel_runner, self.suite.eval_tasks()[: config.eval.episodes])
         self.tasks = self.suite.train_tasks()
@@ -132,12 +135,14 @@ class Trainer:
                 f"iteration {iteration}: no episode took a single turn, the first because of {trajectories[0].error or trajectories[0].end}; "
                 f"mend the environment {config.env.name!r}, or raise rollout.max_context_tokens"
             )
-        if iteration == 0 and config.value_warmup.fit_readout and (self.algorithm.readout or self.algorithm.critic):
+        if hasattr(self.engine, "rest"):
+            self.engine.rest()
+        if self._fits_readout(iteration):
             self._updating = True
             with self.phase("fit_readout"):
                 metrics["value/fit_explained_variance"] = learner.fit_readout(batch)
-        with self.phase("evaluate_policy"):
-            old = learner.evaluate(batch)
+        old = self._old_policy(batch, iteration)
+        metrics |= self._mismatch(batch, old)
         reference = None
         if learner.needs_reference(iteration):
             with self.phase("reference"):
@@ -153,13 +158,35 @@ class Trainer:
             self._updating = True
             generator = torch.Generator().manual_seed(int(np.random.default_rng([config.seed, iteration, 1]).integers(2**62)))
             updated, log_ratios = learner.update(batch, old, targets, reference, iteration, generator)
-        self.engine.weights_changed()
+        with self.phase("sync"):
+            self.engine.weights_changed()
         metrics |= update_metrics(updated, log_ratios) | memory_metrics(learner)
         metrics["optim/lr"] = learner.optimizers["policy"].param_groups[0]["lr"]
         metrics["warming_up"] = float(learner.warming_up(iteration))
         metrics["episodes_total"] = float((iteration + 1) * len(trajectories))
         self._write_values(batch, old, targets, iteration)
         return metrics
+
+    def _fits_readout(self, iteration: int) -> bool:
+        return iteration == 0 and self.config.value_warmup.fit_readout and (self.algorithm.readout or self.algorithm.critic)
+
+    def _old_policy(self, batch: RolloutBatch, iteration: int) -> OldPolicy:
+        """The policy that played: by the trainer's own pass, or as the engine reported it (not where the value rows were refitted since)."""
+        rollout, loss = self.config.rollout, self.config.loss
+        if rollout.old_policy == "engine" and not self._fits_readout(iteration):
+            reported = engine_old_policy(batch, values=self.algorithm.readout, r_max=loss.r_max, tau_v=loss.tau_v, readout=loss.readout)
+            if reported is not None:
+                return reported
+        with self.phase("evaluate_policy"):
+            return self.learner.evaluate(batch)
+
+    def _mismatch(self, batch: RolloutBatch, old: OldPolicy) -> dict[str, float]:
+        """Weigh the policy term for the engine's arithmetic, where that is asked for; how far it is from the trainer's."""
+        rollout = self.config.rollout
+        limits = {"cap": rollout.correction_cap, "turn_mask": rollout.turn_mask}
+        if rollout.corrects():
+            old.token_weights = token_weights(batch, old.logprobs, **limits)
+        return mismatch_metrics(batch, old.logprobs, **limits)
 
     def evaluate_panel(self) -> dict[str, float]:
         """Success on the fixed panel under the current weights; sample episodes go to the run's folder."""
@@ -245,11 +272,17 @@ class Trainer:
 
     def _engine_metrics(self) -> dict[str, float]:
         stats = self.runner.stats
-        return {
+        metrics = {
             "rollout/prompt_tokens": float(stats.prompt_tokens),
             "rollout/reused_tokens": float(stats.reused_tokens),
             "rollout/generated_tokens": float(stats.generated_tokens),
         }
+        if isinstance(stats, CollectorStats):
+            metrics |= {"rollout/retries": float(stats.retries), "rollout/engine_restarts": float(stats.engine_restarts)}
+        sync = getattr(self.engine, "last_sync", None)  # of the weights that played
+        if sync is not None:
+            metrics |= {"sync/canary_gap": sync.canary_gap, "sync/proof_seconds": sync.proof_seconds}
+        return metrics
 
     def _write_values(self, batch: RolloutBatch, old: OldPolicy, targets: Targets, iteration: int) -> None:
         """Up to 500 turns' values against what came of them, for the report."""
