@@ -15,7 +15,12 @@ from sapo_fast.envs.names import unknown_name
 __all__ = ["SUITES", "TaskSuite", "TextEnv", "make_suite"]
 
 #: name -> "module:attribute" of the suite's class; imported when asked for.
-SUITES: dict[str, str] = {"household": "sapo_fast.envs.household:Household"}
+SUITES: dict[str, str] = {
+    "household": "sapo_fast.envs.household:Household",
+    "alfworld": "sapo_fast.envs.alfworld:AlfWorld",
+    "webshop": "sapo_fast.envs.webshop:WebShop",
+    "isolated": "sapo_fast.envs.worker:Isolated",
+}
 
 _NEEDED = ("name", "system_prompt", "train_tasks", "eval_tasks", "make")
 

@@ -149,7 +149,10 @@ class _Library:
     _free: list[ctypes.CDLL] = []  # copies for the next one: unloading a copy would crash the process at its end, by the copy's exit handler
 
     def __init__(self) -> None:
-        self._lib = self._free.pop() if self._free else fast_downward.load_lib()
+        try:
+            self._lib = self._free.pop()
+        except IndexError:
+            self._lib = fast_downward.load_lib()
         self._operators = (fast_downward.Operator * 64)()
         self._atoms = (fast_downward.Atom * 16)()
 
