@@ -49,6 +49,7 @@ class _Entry:
     load: Callable[[], Any]
     probe: Callable[[], str | None]
     devices: tuple[str, ...]
+    by_name_only: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...] | None
 
 
@@ -66,6 +67,7 @@ def register(
     probe: Callable[[], str | None],
     *,
     devices: tuple[str, ...],
+    by_name_only: tuple[str, ...] = (),
     dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> None:
     """Offer ``backend`` for ``operation``.
@@ -76,6 +78,7 @@ def register(
         load: called once, at first use; returns the function or object described in the module's text.
         probe: called once; None when it can run on this machine, else the reason why not, in words a user can act on.
         devices: device types it serves, e.g. ``("cpu",)``; ``("any",)`` for all.
+        by_name_only: further device types, served where ``impl`` names this backend and passed over by "auto".
         dtypes: floating types it serves; None for all.
     """
     if operation not in OPERATIONS:
@@ -83,7 +86,7 @@ def register(
     if backend not in IMPLS[1:]:
         raise ValueError(f"backend must be one of {IMPLS[1:]}, got {backend!r}")
     key = (operation, backend)
-    _table[key] = _Entry(load, probe, devices, dtypes)
+    _table[key] = _Entry(load, probe, devices, by_name_only, dtypes)
     _loaded.pop(key, None)
     _probed.pop(key, None)
 
@@ -107,11 +110,12 @@ def _machine_reason(key: tuple[str, str]) -> str | None:
     return _probed[key]
 
 
-def _tensor_reason(key: tuple[str, str], device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why this backend cannot serve tensors of this device and dtype; None when it can."""
+def _tensor_reason(key: tuple[str, str], device: torch.device, dtype: torch.dtype, named: bool) -> str | None:
+    """Why this backend cannot serve tensors of this device and dtype; None when it can. ``named``: asked for by name."""
     entry = _table[key]
-    if "any" not in entry.devices and device.type not in entry.devices:
-        return f"impl={key[1]!r} serves {' and '.join(entry.devices)} tensors, these are on {device.type}"
+    devices = entry.devices + entry.by_name_only if named else entry.devices
+    if "any" not in devices and device.type not in devices:
+        return f"impl={key[1]!r} serves {' and '.join(devices)} tensors, these are on {device.type}"
     if entry.dtypes is not None and dtype not in entry.dtypes:
         served = ", ".join(str(d).removeprefix("torch.") for d in entry.dtypes)
         return f"impl={key[1]!r} serves {served}, these are {str(dtype).removeprefix('torch.')}"
@@ -143,7 +147,7 @@ def _choose(operation: str, impl: str, device: torch.device, dtype: torch.dtype)
     if impl != "auto":
         key = (operation, impl)
         if key in _table:
-            reason = _tensor_reason(key, device, dtype)
+            reason = _tensor_reason(key, device, dtype, named=True)
             if reason is not None:
                 raise ValueError(f"{reason}; use impl='auto' or 'torch', or move the tensors")
         reason = _machine_reason(key)
@@ -156,7 +160,7 @@ def _choose(operation: str, impl: str, device: torch.device, dtype: torch.dtype)
         key = (operation, backend)
         if key not in _table:
             continue
-        reason = _tensor_reason(key, device, dtype) or _machine_reason(key)
+        reason = _tensor_reason(key, device, dtype, named=False) or _machine_reason(key)
         if reason is None:
             note = (operation, backend, device.type)
             if note not in _announced:
