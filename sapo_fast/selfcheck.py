@@ -101,7 +101,8 @@ def _tokens(T: int = 96, N: int = 64, M: int = 12, V: int = 1003, H: int = 48) -
     at, actions = torch.randint(0, T, (N,), generator=g), torch.randint(0, V - 2, (N,), generator=g)
     problem = {"hidden": hidden, "lm_head": head, "value_token_ids": (V - 2, V - 1), "action_rows": at, "actions": actions}
     logprob, _ = reference.token_logprobs(**problem)
-    problem |= {"old_logprobs": logprob + 0.3 * randn(N), "ref_logprobs": logprob + 0.3 * randn(N), "advantages": randn(N)}
+    old, ref = (-(logprob + 0.3 * randn(N)).abs() for _ in range(2))
+    problem |= {"old_logprobs": old, "ref_logprobs": ref, "advantages": randn(N)}
     for kind in "vq":
         problem |= {f"{kind}_rows": torch.randint(0, T, (M,), generator=g), f"{kind}_old": 20 * randn(M), f"{kind}_targets": 5 * randn(M)}
     return problem

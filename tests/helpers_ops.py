@@ -49,8 +49,8 @@ def problem(
     }
     logits = logits_of(p)
     logprob, _ = reference.token_logprobs(logits=logits, value_token_ids=(plus, minus), action_rows=rows, actions=actions)
-    p["old_logprobs"] = logprob + 0.4 * randn(N)
-    p["ref_logprobs"] = logprob + 0.4 * randn(N)
+    p["old_logprobs"] = -(logprob + 0.4 * randn(N)).abs()
+    p["ref_logprobs"] = -(logprob + 0.4 * randn(N)).abs()
     p["token_weights"] = torch.rand(N, generator=g, dtype=torch.float64) * 2
     for kind in "vq":
         at = torch.randint(0, T, (M,), generator=g)
