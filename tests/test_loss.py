@@ -326,7 +326,7 @@ def test_fuzz(seed, monkeypatch):
         logprob, _ = reference.token_logprobs(**{k: p[k] for k in keys}, temperature=config.temperature)
         for k in ("old_logprobs", "ref_logprobs"):
             if p[k] is not None:
-                p[k] = logprob + 0.4 * torch.randn(N, generator=g, dtype=torch.float64)
+                p[k] = -(logprob + 0.4 * torch.randn(N, generator=g, dtype=torch.float64)).abs()
     p = cast(p, dtype)
     scales = {"num_tokens": draw(None, 1000), "num_turns": draw(None, 77.0, torch.tensor(50))}
     right = run(reference.fused_loss, up(p), config=config, **scales)
