@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #if defined(__CUDACC__)
 #define SAPO_HD __host__ __device__ __forceinline__
@@ -11,6 +12,12 @@
 #endif
 
 namespace sapo {
+
+// Constants, because device code may not call the functions.
+template <class Real>
+inline constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
+template <class Real>
+inline constexpr Real kNaN = std::numeric_limits<Real>::quiet_NaN();
 
 // Their overloads for float, which plain C names do not have everywhere.
 using std::exp;

@@ -6,8 +6,6 @@
 // so nothing cancels when one token takes all the mass: 1 is never added to a small `rest` before log1p.
 #pragma once
 
-#include <limits>
-
 #include "portable.h"
 
 namespace sapo {
@@ -32,7 +30,7 @@ SAPO_HD Real floored(Real x) {
 
 template <class Real>
 struct RowPart {
-  Real top = -std::numeric_limits<Real>::infinity();  // raw, not divided by the temperature
+  Real top = -kInfinity<Real>;  // raw, not divided by the temperature
   Real rest = Real(-1);
   Real slope = Real(0);
 };

@@ -18,8 +18,6 @@
 
 namespace sapo::cuda {
 
-inline constexpr unsigned kAll = 0xffffffffu;
-
 // Maps of a stretch for the two lambdas (the second only where they differ).
 template <bool kTwo>
 struct Maps {

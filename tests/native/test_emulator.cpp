@@ -1,5 +1,5 @@
 // The emulator itself: small kernels, right ones and broken ones. Each broken one must end its process with the emulator's status and words.
-#include "cuda_emul.h"
+#include "cuda/device.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -100,6 +100,30 @@ void wait_for_block_zero(Mail& mail) {
   }
 }
 
+struct Letters {
+  Shared<int> from[4];
+};
+
+// Every block of a cluster of four sends its number to the next. `first`, `second`: keep the cluster's barriers; `release`: the second orders memory.
+void pass_on(int* out, bool first, bool second, bool release) {
+  SAPO_SHARED(Letters, letters);
+  const int rank = static_cast<int>(blockIdx.x % 4), next = (rank + 1) % 4;
+  if (first) {
+    cluster_arrive_relaxed();
+    cluster_wait();
+  }
+  if (threadIdx.x == 0) store_remote(letters.from[rank], next, static_cast<int>(blockIdx.x));
+  if (second) {
+    if (release) {
+      cluster_arrive();
+    } else {
+      cluster_arrive_relaxed();
+    }
+    cluster_wait();
+  }
+  if (threadIdx.x == 1) out[blockIdx.x] = letters.from[(rank + 3) % 4];
+}
+
 int failures = 0;
 
 void expect(bool good, const std::string& what) {
@@ -157,6 +181,10 @@ int main() {
     emul::launch(6, 32, {seed, 4}, [&] { send(mail, sums.data(), true); });
     all = all && std::all_of(sums.begin(), sums.end(), [](double x) { return x == 10.0; });
   }
+  for (unsigned seed = 1; seed <= 20; ++seed) {
+    emul::launch(8, 32, {seed, 1 + seed % 9, 100000, 4}, [&] { pass_on(out.data(), true, true, true); });
+    for (int block = 0; block < 8; ++block) all = all && out[static_cast<size_t>(block)] == block / 4 * 4 + (block + 3) % 4;
+  }
   expect(all, "right kernels run, whatever the schedule");
 
   expect_fault("race: shared memory read", "a missing block barrier", [&] { emul::launch(1, 64, {1, 1}, [&] { rotate(out.data(), false); }); });
@@ -169,6 +197,12 @@ int main() {
     Mail mail;
     for (unsigned seed = 1; seed <= 20; ++seed) emul::launch(4, 32, {seed, 2, 100000}, [&] { mail.ready = 0, wait_for_block_zero(mail); });
   });
+  const auto passed_on = [&](bool first, bool second, bool release) {
+    for (unsigned seed = 1; seed <= 20; ++seed) emul::launch(4, 32, {seed, 1, 100000, 4}, [&] { pass_on(out.data(), first, second, release); });
+  };
+  expect_fault("before it is known to run", "a cluster whose blocks do not wait for each other", [&] { passed_on(false, true, true); });
+  expect_fault("race: shared memory read", "a missing cluster barrier", [&] { passed_on(true, false, true); });
+  expect_fault("race: shared memory read", "a cluster barrier without a release", [&] { passed_on(true, true, false); });
   bool torn = false;
   for (unsigned seed = 1; seed <= 50; ++seed) {
     Mail mail;
