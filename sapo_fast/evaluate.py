@@ -57,18 +57,30 @@ def evaluate_run(path: str, overrides: Sequence[str]) -> dict[str, float]:
     Args:
         path: a run's folder (its config.yaml and newest checkpoint are used), or a model directory (defaults and ``overrides``).
         overrides: ``key=value`` settings laid over the configuration, e.g. ``eval.temperature=0 eval.episodes=512``.
+
+    ValueError: ``path`` is neither, or a run without a checkpoint.
     """
     from sapo_fast import checkpoint
     from sapo_fast.config import load_config
     from sapo_fast.envs import make_suite
-    from sapo_fast.setup_run import build_policy, make_engine, make_runner, prompt_builder
+    from sapo_fast.models.load import locate
+    from sapo_fast.setup_run import build_policy, make_engine, make_runner, prompt_builder, tasks_of
 
     where = Path(path).expanduser()
     saved = where / "config.yaml"
+    if not saved.is_file() and path != "tiny":
+        try:
+            locate(str(where))
+        except ValueError:
+            raise ValueError(
+                f"{path} is neither a run's folder (which has a config.yaml) nor a model (a directory with config.json, or a .gguf file); "
+                "give the output_dir of a training run, or a model directory"
+            ) from None
     config = load_config(str(saved) if saved.is_file() else None, [*([] if saved.is_file() else [f"model.path={where}"]), *overrides])
     if config.threads:
         torch.set_num_threads(config.threads)
     suite = make_suite(config.env.name, config.env.options)
+    _, panel = tasks_of(config, suite)
     policy = build_policy(config, suite)
     if saved.is_file():
         newest = checkpoint.latest(where / "checkpoints")
@@ -77,5 +89,5 @@ def evaluate_run(path: str, overrides: Sequence[str]) -> dict[str, float]:
         checkpoint.copy_into(checkpoint.unique_tensors(policy.model), checkpoint.load(newest).tensors["policy"])
     builder = prompt_builder(config, suite, policy.tokenizer)
     runner = make_runner(config, suite, make_engine(config, policy), builder, temperature=config.eval.temperature)
-    metrics, _ = Panel(runner, suite.eval_tasks()[: config.eval.episodes]).run(progress=True)
+    metrics, _ = Panel(runner, panel).run(progress=True)
     return metrics

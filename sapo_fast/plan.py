@@ -48,17 +48,20 @@ def _output(config: Config, resume: str) -> str:
 
 def _environment(config: Config) -> str:
     from sapo_fast.envs import make_suite
+    from sapo_fast.setup_run import tasks_of
 
     suite = make_suite(config.env.name, config.env.options)
-    train, panel = suite.train_tasks(), suite.eval_tasks()
-    if not len(train) or not len(panel):
-        raise ValueError(f"env.name={config.env.name} must have training and evaluation tasks, got {len(train)} and {len(panel)}")
+    train, _ = tasks_of(config, suite)
     env = suite.make()
     try:
         env.reset(seed=config.seed, options={"task": train[0]})
     finally:
         env.close()
-    return f"{suite.name}, {len(train):,} training and {len(panel):,} evaluation tasks, at most {config.env.max_turns} turns"
+    if config.model.path == "tiny":
+        from sapo_fast.models import tiny
+
+        tiny.expert_episodes(config, suite, 1)
+    return f"{suite.name}, {len(train):,} training and {len(suite.eval_tasks()):,} evaluation tasks, at most {config.env.max_turns} turns"
 
 
 def _evaluation(config: Config) -> str:

@@ -45,8 +45,13 @@ def report(run_dir: str | Path) -> Path:
     out = run_dir / "report"
     warmup = config.value_warmup.iterations if config.algorithm != "grpo" else 0
     drawn = {"learning_curve.png": "Success"}
+    played = _numbers(records, "eval/episodes")  # a suite may have fewer evaluation tasks than eval.episodes
     figures.learning_curve(
-        out / "learning_curve.png", records, episodes=config.episodes_per_iteration, warmup=warmup, panel=config.eval.episodes
+        out / "learning_curve.png",
+        records,
+        episodes=config.episodes_per_iteration,
+        warmup=warmup,
+        panel=int(played[-1]) if played else config.eval.episodes,
     )
     if any(record.get("time/total") is not None for record in records):
         figures.time_split(out / "time.png", records)

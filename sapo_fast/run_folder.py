@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import tempfile
@@ -64,9 +65,13 @@ def check(config: Config, resume: str) -> None:
 
 @contextlib.contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process. ValueError if another one trains in it. A killed process holds nothing."""
+    """Hold the folder for this process. ValueError if another one trains in it. A killed process holds nothing.
+
+    Made here if it is not there, and taken away again if an error leaves it empty: a refused command leaves no trace.
+    """
     import fcntl
 
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a+") as stream:
         try:
@@ -78,7 +83,15 @@ def lock(folder: Path) -> Iterator[None]:
         stream.truncate(0)
         stream.write(str(os.getpid()))
         stream.flush()
-        yield
+        try:
+            yield
+        except BaseException:
+            if made and [path.name for path in folder.iterdir()] == [".lock"]:
+                (folder / ".lock").unlink()
+                for path in made:
+                    with contextlib.suppress(OSError):  # another run has come to stand in it
+                        path.rmdir()
+            raise
 
 
 def export(run_dir: Path, out_dir: Path) -> Path:
@@ -118,11 +131,13 @@ def _check_writable(folder: Path) -> None:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir():
-        raise ValueError(f"output_dir must be a directory, but {existing} is a file; set another output_dir")
+        raise ValueError(f"output_dir must be a directory, got {folder}, but {existing} is a file; set another output_dir")
     try:  # the permission bits tell root nothing, and a full or read-only file system has them set
         os.rmdir(tempfile.mkdtemp(prefix=".tmp-", dir=existing))
     except OSError as error:
-        raise ValueError(f"output_dir must be writable, but in {existing} it is not ({error.strerror}); set another output_dir") from None
+        # the kernel's own file systems answer "no such file", which tells nobody anything
+        reason = "nothing can be made there" if error.errno == errno.ENOENT else error.strerror
+        raise ValueError(f"output_dir must be writable, got {folder}, but {existing} is not ({reason}); set another output_dir") from None
 
 
 def _check_same_run(saved: Config, config: Config, folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +20,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from sapo_fast.models.tiny import BuilderFor, Play
+
+
+log = logging.getLogger("sapo_fast")
+
+
+def tasks_of(config: Config, suite: TaskSuite) -> tuple[Sequence[str], list[str]]:
+    """Training tasks, and the evaluation panel: the first ``eval.episodes`` evaluation tasks, or all where there are fewer (told in the log).
+
+    ValueError: the suite has no training or no evaluation tasks.
+    """
+    train, panel = suite.train_tasks(), suite.eval_tasks()
+    if not len(train) or not len(panel):
+        raise ValueError(f"env.name={config.env.name} must have training and evaluation tasks, got {len(train)} and {len(panel)}")
+    wanted = config.eval.episodes
+    if wanted > len(panel):
+        log.warning("eval.episodes is %d, but %s has %d evaluation tasks: the panel is these", wanted, suite.name, len(panel))
+    return train, [panel[i] for i in range(min(wanted, len(panel)))]
 
 
 def prompt_builder(config: Config, suite: TaskSuite, tokenizer: PreTrainedTokenizerBase) -> PromptBuilder:

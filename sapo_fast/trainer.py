@@ -30,7 +30,7 @@ from sapo_fast.mismatch import engine_old_policy, mismatch_metrics, token_weight
 from sapo_fast.models.load import Policy
 from sapo_fast.records import Trajectory
 from sapo_fast.rollout.collector import CollectorStats
-from sapo_fast.setup_run import build_policy, make_engine, make_runner, prompt_builder
+from sapo_fast.setup_run import build_policy, make_engine, make_runner, prompt_builder, tasks_of
 from sapo_fast.trackers import Tracker
 
 log = logging.getLogger("sapo_fast")
@@ -46,6 +46,7 @@ class Trainer:
         self.run_dir = Path(config.run_dir())
         self.algorithm = ALGORITHMS[config.algorithm]
         self.suite = make_suite(config.env.name, config.env.options)
+        self.tasks, panel_tasks = tasks_of(config, self.suite)
         self.policy: Policy = build_policy(config, self.suite, progress=progress)
         checkpoint.seed_all(config.seed)  # after the policy: a warm start made now or found in the cache must not matter
         self.learner = Learner(config, self.algorithm, self.policy)
@@ -54,8 +55,7 @@ class Trainer:
         read_q = config.rollout.old_policy == "engine" and self.algorithm.readout
         self.runner = make_runner(config, self.suite, self.engine, builder, temperature=config.rollout.temperature, read_q=read_q)
         panel_runner = make_runner(config, self.suite, self.engine, builder, temperature=config.eval.temperature)
-        self.panel = Panel(panel_runner, self.suite.eval_tasks()[: config.eval.episodes])
-        self.tasks = self.suite.train_tasks()
+        self.panel = Panel(panel_runner, panel_tasks)
         self.iteration = 0  # iterations completed
         self._saved: int | None = None  # the iterations that the newest checkpoint of this run holds
         self._updating = False  # the weights are on their way from one iteration to the next

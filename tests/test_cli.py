@@ -123,7 +123,8 @@ def test_an_output_folder_that_cannot_be_written(capsys, tmp_path, place):
     (tmp_path / "file").write_text("")
     folder = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "run", "read-only": Path("/proc/run")}[place]
     message = refused(capsys, "train", f"output_dir={folder}", "--dry-run")
-    assert "output_dir must be" in message and "set another output_dir" in message
+    assert "output_dir must be" in message and f"got {folder}, but" in message and "set another output_dir" in message
+    assert "No such file" not in message
 
 
 @pytest.mark.parametrize(
@@ -142,10 +143,86 @@ def test_a_dry_run_finds_what_would_stop_the_run(capsys, tmp_path, override, tol
     assert not (tmp_path / "new").exists()
 
 
+OWN = """
+from examples.guess_number import GuessSuite
+
+class Broken(GuessSuite):
+    name = "broken"
+    def expert_episodes(self, n, *, seed, max_turns, noise):
+        for i, episode in enumerate(super().expert_episodes(n, seed=seed, max_turns=max_turns, noise=noise)):
+            if i == 3:
+                raise KeyError("low")
+            yield episode
+
+class Wordless:
+    name, system_prompt = "wordless", ""
+    train_tasks, eval_tasks, make = GuessSuite.train_tasks, GuessSuite.eval_tasks, GuessSuite.make
+
+class Odd(GuessSuite):
+    def expert_episodes(self, n, *, seed, max_turns, noise):
+        return [] if seed else [{"task": "guess"}]
+
+class Untested(GuessSuite):
+    def eval_tasks(self):
+        return []
+"""
+
+
+@pytest.fixture
+def own_suites(tmp_path, monkeypatch):
+    """Environments of a user's own, in a module beside the examples."""
+    (tmp_path / "own_suites.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(ROOT))
+    yield
+    sys.modules.pop("own_suites", None)
+
+
+@pytest.mark.parametrize("how", [[], ["--dry-run"]], ids=["train", "dry run"])
+@pytest.mark.parametrize(
+    ("settings_", "told"),
+    [
+        (["env.name=own_suites:Wordless"], ["'own_suites:Wordless' has none", "docs/environments.md"]),
+        (["env.name=own_suites:Odd"], ["env.name=own_suites:Odd failed: TypeError", "got dict", "Mend its expert_episodes"]),
+        (["env.name=own_suites:Odd", "warm_start.seed=1"], ["it gave no episode"]),
+        (["env.name=own_suites:Untested"], ["must have training and evaluation tasks, got 1152 and 0"]),
+        (
+            ["env.name=examples.guess_number:suite", "warm_start.expert={p_slip: 0.1}"],
+            ["expert of env.name=examples.guess_number:suite failed", "{'p_slip': 0.1}; if these are another", "warm_start.expert={}"],
+        ),
+        (["warm_start.expert={p_slipp: 0.1}"], ["did you mean 'p_slip'?"]),
+    ],
+)
+def test_a_suite_that_cannot_be_learned_from_is_told_and_leaves_no_folder(capsys, tmp_path, cache, own_suites, how, settings_, told):
+    message = refused(capsys, "train", "--config", SMOKE, *settings(tmp_path / "a" / "run", cache), *settings_, *how)
+    assert all(text in message for text in told), message
+    assert not (tmp_path / "a").exists()
+
+
+def test_an_expert_that_breaks_half_way_is_told_by_its_last_task(capsys, tmp_path, cache, own_suites):
+    message = refused(capsys, "train", "--config", SMOKE, *settings(tmp_path / "run", cache), "env.name=own_suites:Broken")
+    assert (
+        "failed after 3 episodes, the last of task 'train-" in message
+        and "KeyError: 'low'" in message
+        and "warm_start.expert" not in message
+    )
+
+
+def test_a_refused_command_leaves_an_older_folder_as_it_was(tmp_path):
+    (tmp_path / "kept").mkdir()
+    for folder, left in ((tmp_path / "kept", [".lock"]), (tmp_path / "deep" / "run", [".lock", "metrics.jsonl"])):
+        with pytest.raises(ValueError, match="refused"), run_folder.lock(folder):  # noqa: PT012 - the state inside the lock is the point
+            if folder.parent.name == "deep":
+                (folder / "metrics.jsonl").touch()
+            raise ValueError("refused")
+        assert sorted(path.name for path in folder.iterdir()) == left
+
+
 @pytest.mark.parametrize("command", ["report", "export", "eval"])
 def test_a_folder_without_a_run(capsys, tmp_path, command):
     arguments = [str(tmp_path / "none")] + ([str(tmp_path / "out")] if command == "export" else [])
-    assert str(tmp_path / "none") in refused(capsys, command, *arguments)
+    message = refused(capsys, command, *arguments)
+    assert f"{tmp_path / 'none'} is " in message and "give the output_dir of a training run" in message and "model.path" not in message
     assert not (tmp_path / "out").exists()
 
 

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from sapo_fast.advantage import turn_gae
 from sapo_fast.batch import MicroBatch, build_rows, micro_batches
+from sapo_fast.envs.demonstration import Demonstration
 from sapo_fast.models.load import SIDE_FILE, Policy, finish_policy, load_policy, resolve_device
 from sapo_fast.records import Trajectory, Turn
 from sapo_fast.value_tokens import read_values
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from sapo_fast.config import Config
-    from sapo_fast.envs.base import Demonstrator
+    from sapo_fast.envs.base import Demonstrator, TaskSuite
     from sapo_fast.rollout.prompts import PromptBuilder
 
     BuilderFor = Callable[[PreTrainedTokenizerBase], PromptBuilder]
@@ -100,6 +101,31 @@ def build_model(tokenizer: PreTrainedTokenizerBase, max_positions: int, seed: in
             for linear in (block.self_attn.o_proj, block.mlp.down_proj):
                 torch.nn.init.normal_(linear.weight, std=0.2 * linear.in_features**-0.5)
     return model.float()
+
+
+def expert_episodes(config: Config, suite: TaskSuite, n: int) -> list[Demonstration]:
+    """``n`` episodes of the suite's expert under ``config``. ValueError, with the environment and the fix: it has none, or the expert failed."""
+    settings, name = config.warm_start, config.env.name
+    if not hasattr(suite, "expert_episodes"):
+        raise ValueError(
+            f"model.path=tiny needs a suite with expert_episodes(n, seed=, max_turns=, noise=) to learn from; {name!r} has none. "
+            "Add it (docs/environments.md), or set model.path to a Hugging Face causal LM"
+        )
+    episodes: list[Demonstration] = []
+    try:
+        for episode in suite.expert_episodes(n, seed=settings.seed, max_turns=config.env.max_turns, noise=settings.expert):
+            if not isinstance(episode, Demonstration):
+                raise TypeError(f"an episode must be a sapo_fast.envs.demonstration.Demonstration, got {type(episode).__name__}")
+            episodes.append(episode)
+        if not episodes:
+            raise ValueError("it gave no episode")
+    except Exception as error:  # user's code may raise anything
+        after = f" after {len(episodes)} episodes, the last of task {episodes[-1].task_id!r}" if episodes else ""
+        told = f"the expert of env.name={name} failed{after}: {type(error).__name__}: {error}."
+        if settings.expert:
+            told += f" It was given warm_start.expert={settings.expert}; if these are another environment's, take them out: warm_start.expert={{}}."
+        raise ValueError(f"{told} Mend its expert_episodes (--debug shows where), or set model.path to a Hugging Face causal LM") from error
+    return episodes
 
 
 def rendered(episodes: Iterable, builder: PromptBuilder) -> Iterator[str]:
@@ -192,7 +218,7 @@ def warm_start(config: Config, suite: Demonstrator, builder_for: BuilderFor, pla
     from tqdm import tqdm
 
     settings, loss_settings = config.warm_start, config.loss
-    episodes = list(suite.expert_episodes(settings.episodes, seed=settings.seed, max_turns=config.env.max_turns, noise=settings.expert))
+    episodes = expert_episodes(config, suite, settings.episodes)
     tokenizer = train_tokenizer(rendered(episodes[:1000], builder_for(train_tokenizer([]))))
     device = resolve_device(config.model.device)
     model = build_model(tokenizer, max(config.rollout.max_context_tokens, 2048), settings.seed).to(device)
@@ -276,11 +302,6 @@ def save_policy(policy: Policy, where: Path, side: dict) -> None:
 
 def load_or_train(config: Config, suite: Demonstrator, builder_for: BuilderFor, play: Play, *, progress: bool = True) -> Policy:
     """The warm-started tiny model for this configuration, from the cache or trained now."""
-    if not hasattr(suite, "expert_episodes"):
-        raise ValueError(
-            f"model.path=tiny needs a suite with expert_episodes(n, seed=, max_turns=, noise=) to learn from; {suite.name!r} has none. "
-            "Add it (docs/environments.md), or set model.path to a Hugging Face causal LM"
-        )
     where = Path(config.warm_start.cache_dir).expanduser() / f"tiny-{suite.name}-{cache_key(config, suite.name)}"
     if not (where / SIDE_FILE).is_file():
         log.info("warm start: training the tiny model (cached at %s)", where)
