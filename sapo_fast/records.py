@@ -43,6 +43,7 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     end: EndReason = "terminated"
     won: bool = False
+    score: float | None = None  # the environment's own measure of the last turn, where it has one beside the reward
     task_type: str = ""  # the environment's own family of tasks, for success per family
     group: int = 0  # trajectories of one task in one iteration share a group (GRPO)
     final_prompt_ids: list[int] | None = None  # the context after the last turn, kept for truncated episodes (bootstrap)

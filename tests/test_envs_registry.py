@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sapo_fast.envs import SUITES, make_suite
+from sapo_fast.envs import SUITES, _load, make_suite
 from sapo_fast.envs.household import Household
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,14 +52,14 @@ def test_builtin_suite_with_options():
     suite = make_suite("household", {"n_train": 12, "task_types": ["pick_and_place"]})
     assert isinstance(suite, Household) and len(suite.train_tasks()) == 12
     assert make_suite("household").n_train == 20_000
-    assert all(hasattr(make_suite(name), "train_tasks") for name in SUITES)
+    assert all(hasattr(_load(path), "train_tasks") for path in SUITES.values())
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("houshold", {}, r"unknown environment 'houshold'; did you mean 'household'\? \(known: household\).*module:attribute"),
-        ("chess", {}, r"unknown environment 'chess' \(known: household\)"),
+        ("houshold", {}, r"unknown environment 'houshold'; did you mean 'household'\? \(known: household, alfworld, webshop, isolated\).*module:attribute"),
+        ("chess", {}, r"unknown environment 'chess' \(known: household, alfworld, webshop, isolated\)"),
         ("household", {"n_trian": 3}, r"unknown option of environment 'household' 'n_trian'; did you mean 'n_train'"),
         ("household", {"n_train": 0}, "n_train must be an integer >= 1"),
         (":suite", {}, "must read 'module:attribute'"),

@@ -282,6 +282,8 @@ class EpisodeRunner:
             turn.invalid |= self._judged_by_environment(trajectory, info)
         stats.invalid += turn.invalid
         trajectory.won = bool(info.get("won", False))
+        score = info.get("score")
+        trajectory.score = float(score) if isinstance(score, (int, float)) else None
         if terminated:  # also at the turn limit
             return "terminated"
         at_limit = truncated or len(trajectory.turns) >= self.max_turns

@@ -32,6 +32,14 @@ class ParsedAction:
     valid: bool
 
 
+def _allows(admissible: str, command: str) -> bool:
+    """Whether a command is the admissible one, whose "<...>", if it has any, stands for any text that is not empty."""
+    if admissible == command:
+        return True
+    pieces = re.split(r"<[^<>]+>", admissible)
+    return len(pieces) > 1 and re.fullmatch(".+".join(map(re.escape, pieces)), command, re.DOTALL) is not None
+
+
 class PromptBuilder:
     """Prompts and parsing for one tokenizer and one family of tasks.
 
@@ -100,7 +108,7 @@ class PromptBuilder:
         With action_tags: the text of the first <action></action>; without such a pair, or with an empty one, the response is
         invalid and its last 30 characters are the command, as in verl-agent. With think: <think> (unless the prompt opened it)
         and </think> must both occur. Without tags the whole text is the command, and only an empty one is invalid. ``admissible``
-        counts under invalid_rule="admissible" alone.
+        counts under invalid_rule="admissible" alone; "<...>" in one of them stands for any text, as in "search[<keywords>]".
         """
         valid, body = True, response
         if self.think:
@@ -115,7 +123,7 @@ class PromptBuilder:
         command = body.strip().lower()
         valid = valid and bool(command)
         if self.invalid_rule == "admissible" and admissible is not None:
-            valid = valid and command in {a.strip().lower() for a in admissible}
+            valid = valid and any(_allows(a.strip().lower(), command) for a in admissible)
         return ParsedAction(command, valid)
 
     def encode(self, text: str) -> list[int]:
