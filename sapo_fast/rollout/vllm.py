@@ -106,10 +106,12 @@ class VLLMEngine:
             from vllm.platforms import current_platform
 
             setup.require_device(lm_head_of(self._model)[0].device, current_platform.device_type)
-            from sapo_fast.rollout.vllm_worker import EXTENSION  # on CPU it keeps the weights plain: before the engine loads the model
+            from sapo_fast.rollout.vllm_worker import keep_plain_weights
+
+            keep_plain_weights()
 
             setup.write_shape(self._model, Path(folder))
-            self._llm = LLM(folder, worker_extension_cls=EXTENSION, seed=0, **self._arguments)
+            self._llm = LLM(folder, worker_extension_cls=setup.WORKER_EXTENSION, seed=0, **self._arguments)
 
     def close(self) -> None:
         """Shut vLLM down and free its memory. Another engine may then be made."""
@@ -175,7 +177,7 @@ class VLLMEngine:
             raise EngineDied(f"vLLM failed in a step: {type(error).__name__}: {error}") from error
         done = []
         for output in outputs:
-            if not output.finished:
+            if not output.finished or output.request_id not in self._in_progress:  # the latter: aborted meanwhile
                 continue
             request, sampling = self._in_progress.pop(output.request_id)
             answer = output.outputs[0]
@@ -194,9 +196,17 @@ class VLLMEngine:
         check_requests(requests, sampling, vocabulary=self._vocabulary, banned=self._banned, max_context_tokens=self.max_context_tokens)
         for request in requests:
             self.submit(request, sampling)
-        done: dict[int, Completion] = {}
-        while self._in_progress:
-            done |= dict(self.poll())
+        return [completion for completion, _ in self._all(requests)]
+
+    def _all(self, requests: Sequence[Request]) -> list[tuple[Completion, int]]:
+        """Work until these, the only requests in progress, are answered; with the number of prompt tokens found in the prefix cache."""
+        done: dict[int, tuple[Completion, int]] = {}
+        try:
+            while self._in_progress:
+                done |= {request.key: (completion, cached) for request, completion, cached in self._step()}
+        except BaseException:  # nothing half answered is kept
+            self.release([request.key for request in requests])
+            raise
         return [done[request.key] for request in requests]
 
     def release(self, keys: Iterable[int]) -> None:
@@ -239,10 +249,7 @@ class VLLMEngine:
         requests, sampling = setup.canary_requests(prompts, tokens)
         for request in requests:
             self._add(request, sampling)
-        done: dict[int, CanaryAnswer] = {}
-        while self._in_progress:
-            done |= {request.key: setup.canary_answer(completion, cached) for request, completion, cached in self._step()}
-        return [done[request.key] for request in requests]
+        return [setup.canary_answer(completion, cached) for completion, cached in self._all(requests)]
 
 
 @contextmanager

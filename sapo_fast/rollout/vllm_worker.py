@@ -14,8 +14,6 @@ from torch import Tensor
 
 from sapo_fast.rollout.weight_sync import bit_sum
 
-EXTENSION = "sapo_fast.rollout.vllm_worker.WorkerExtension"
-
 
 def keep_plain_weights() -> None:
     """CPU builds only; a build without the switch computes with plain parameters anyway, and the proof after a sync tells if not."""
