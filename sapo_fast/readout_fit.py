@@ -37,7 +37,7 @@ class _Moments:
 
     def solve(self, strength: float, start: torch.Tensor) -> torch.Tensor:
         """Least squares pulled towards ``start``."""
-        if strength == float("inf") or not self.count:
+        if strength == float("inf"):
             return start
         ridge = strength * self.gram.diagonal().mean().clamp(min=1e-12)
         system = self.gram + ridge * torch.eye(len(start), dtype=start.dtype, device=start.device)

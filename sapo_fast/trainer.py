@@ -22,7 +22,7 @@ from tqdm import tqdm
 from sapo_fast import checkpoint
 from sapo_fast.algorithms import ALGORITHMS, Algorithm, OldPolicy, Targets, monte_carlo_returns, value_returns
 from sapo_fast.batch import RolloutBatch, build_rows
-from sapo_fast.config import Config, to_yaml
+from sapo_fast.config import Config
 from sapo_fast.envs import make_suite
 from sapo_fast.evaluate import Panel
 from sapo_fast.learner import Learner
@@ -76,7 +76,6 @@ class Trainer:
             self.run_dir, resume_at=self.iteration, tensorboard=config.log.tensorboard, wandb=config.log.wandb, config=config
         )
         bar = tqdm(total=config.iterations, initial=self.iteration, desc=config.algorithm, unit="it", disable=not self.progress)
-        (self.run_dir / "config.yaml").write_text(to_yaml(config))
         shown: dict[str, float] = {}
         try:
             while self.iteration < config.iterations:

@@ -162,9 +162,51 @@ def test_minibatches_partition_the_rows_near_equally():
         (Turn([], [1], [0.0]), "prompt_ids"),
         (Turn([1], [], []), "response_ids"),
         (Turn([1], [2, 3], [0.0]), "rollout_logprobs"),
+        (Turn([1], [2], [0.0, 0.0]), "rollout_logprobs has 2 entries for 1"),
+        (Turn([1], [2], [0.0], reward=float("inf")), "reward is inf"),
         (Turn([1], [2], [0.0], reward=float("nan")), "reward"),
     ],
 )
 def test_bad_turns_are_named(turn, word):
     with pytest.raises(ValueError, match=rf"trajectory 1 \(task 'b'\), turn 1: {word}"):
         build_rows([Trajectory("a", 0), Trajectory("b", 0, [Turn([1], [2], [0.0]), turn])])
+
+
+@pytest.mark.parametrize("end", ["truncated", "overlong", "terminated", "crashed"])
+@pytest.mark.parametrize("merge", [True, False])
+def test_the_context_after_the_last_turn_is_read_where_the_episode_was_cut_off(end, merge):
+    trajectory = Trajectory("t", 0, [Turn([1, 2], [3], [0.0])], end=end, final_prompt_ids=[1, 2, 3, 4])
+    batch = build_rows([trajectory], merge=merge, bootstrap=True)
+    cut_off = end in ("truncated", "overlong")
+    want = ([[1, 2, 3, 4]] if merge else [[1, 2, 3], [1, 2, 3, 4]]) if cut_off else [[1, 2, 3]]
+    assert [row.ids for row in batch.rows] == want and batch.rows[-1].bootstrap == cut_off
+    micro = pack(batch, range(len(batch.rows)))
+    assert micro.bootstrap_trajectory.tolist() == [0] * cut_off and micro.input_ids[micro.bootstrap_rows].tolist() == [4] * cut_off
+
+
+def rows_of(*lengths):
+    return build_rows([Trajectory(f"t{i}", 0, [Turn([1] * (n - 1), [2], [0.0])]) for i, n in enumerate(lengths)])
+
+
+def test_a_budget_is_filled_to_its_last_token_with_rows_of_like_length():
+    batch = rows_of(6, 2, 4, 2, 6)
+    assert [m.cu_seqlens for m in micro_batches(batch, range(5), 8)] == [[0, 2, 4, 8], [0, 6], [0, 6]]
+    assert [m.cu_seqlens for m in micro_batches(batch, [0, 1, 4], 12)] == [[0, 2, 8], [0, 6]]
+
+
+def test_minibatches_leave_out_rows_without_turns_and_empty_groups():
+    cut = Trajectory("t", 0, [Turn([1, 2], [3], [0.0])], end="truncated", final_prompt_ids=[9, 9])
+    batch = build_rows([cut, cut], bootstrap=True)
+    assert len(batch.rows) == 4
+    assert sorted(r for g in minibatches(batch, 1, torch.Generator()) for r in g) == [0, 2]
+    long = build_rows([Trajectory("t", 0, [Turn([1], [2], [0.0]), Turn([1, 2, 3], [4], [0.0]), Turn([1, 2, 3, 4, 5], [6], [0.0])])])
+    assert minibatches(long, 1, torch.Generator()) == [[0]], "one row of three turns cannot be cut into three groups"
+
+
+def test_sizes_below_one_are_refused():
+    batch = rows_of(3)
+    for size in (0, -2):
+        with pytest.raises(ValueError, match=f"token_budget must be at least 1, got {size}"):
+            micro_batches(batch, [0], size)
+        with pytest.raises(ValueError, match=f"turns must be at least 1, got {size}"):
+            minibatches(batch, size, torch.Generator())

@@ -7,7 +7,7 @@ import torch
 
 from sapo_fast.batch import build_rows
 from sapo_fast.config import load_config
-from sapo_fast.readout_fit import ReadoutFit
+from sapo_fast.readout_fit import STRENGTHS, ReadoutFit
 from sapo_fast.trainer import Trainer
 
 SMOKE = str(Path(__file__).parent.parent / "configs" / "smoke.yaml")
@@ -27,6 +27,53 @@ def test_recovers_a_linear_value():
     owner = torch.arange(400) // 10
     found, explained = fitted(hidden, hidden @ true, owner, torch.zeros(12))
     assert torch.allclose(found.float(), true, atol=0.01) and explained > 0.999
+
+
+def test_starts_from_the_readout_there_is():
+    torch.manual_seed(0)
+    hidden, true = torch.randn(400, 12), torch.randn(12)
+    found, explained = fitted(hidden, hidden @ true, torch.arange(400) // 10, torch.randn(12) * 3)
+    assert torch.allclose(found.float(), true, atol=0.01) and explained > 0.999
+
+
+def test_the_fit_and_what_it_explains_by_hand():
+    """Ridge towards the start; its strength is what serves best across two halves of different size."""
+    torch.manual_seed(2)
+    hidden, start = torch.randn(90, 7, dtype=torch.float64), 0.5 * torch.randn(7, dtype=torch.float64)
+    targets = 2 + hidden @ torch.randn(7, dtype=torch.float64) + 2 * torch.randn(90, dtype=torch.float64)
+    owner = torch.where(torch.arange(90) < 60, 4, 7)
+    halves = [(hidden[:60], targets[:60]), (hidden[60:], targets[60:])]
+
+    def ridge(h, y, strength):
+        if strength == float("inf"):
+            return start
+        a = h.T @ h
+        return torch.linalg.solve(a + strength * a.diagonal().mean() * torch.eye(7), h.T @ (y - h @ start)) + start
+
+    def error(fit, other, strength):
+        h, y = other
+        return (h @ ridge(*fit, strength) - y).square().mean()
+
+    errors = {s: (error(*halves, s) + error(*halves[::-1], s)) / 2 for s in STRENGTHS}
+    best = min(errors, key=errors.get)
+    found, explained = fitted(hidden, targets, owner, start)
+    assert 1e-3 < best < float("inf"), "a case where the strength is a choice"
+    assert torch.allclose(found, ridge(hidden, targets, best), rtol=1e-6)
+    assert explained == pytest.approx(float(1 - errors[best] / targets.var(correction=0)), rel=1e-6)
+
+
+def test_returns_that_are_all_alike_explain_nothing():
+    hidden = torch.randn(20, 3)
+    for value in (0.0, 4.0):
+        _, explained = fitted(hidden, torch.full((20,), value), torch.arange(20) // 2, torch.zeros(3))
+        assert explained == 0
+
+
+def test_one_trajectory_alone_keeps_the_readout():
+    """One half is empty: nothing there to learn from, and no error there to judge by."""
+    start = torch.randn(3)
+    found, explained = fitted(torch.randn(20, 3), torch.zeros(20), torch.zeros(20, dtype=torch.int64), start)
+    assert torch.isfinite(found).all() and explained == 0
 
 
 def test_noise_keeps_the_readout_as_it_was():

@@ -60,6 +60,12 @@ def test_floats_survive_exactly(tmp_path):
     assert lines(tmp_path / "metrics.jsonl")[0] == {"iteration": 0, "x": 0.1 + 0.2, "y": 1e-300, "z": 2.0**60}
 
 
+def test_whole_numbers_read_as_such_and_huge_ones_stay_short(tmp_path):
+    with Tracker(tmp_path) as tracker:
+        tracker.log(0, {"count": 128.0, "huge": 1e300})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"iteration": 0, "count": 128, "huge": 1e+300}\n'
+
+
 def test_resuming_drops_what_will_be_told_again(tmp_path):
     with Tracker(tmp_path) as tracker:
         for iteration in range(5):
@@ -98,6 +104,35 @@ def test_episodes_are_kept_as_data_and_readable(tmp_path):
     assert lines(tmp_path / "episodes.jsonl")[0] == {"iteration": 10, **EPISODE}
     page = (tmp_path / "episodes.md").read_text()
     assert "train/7: won in 2 turns, return 10" in page and "lost (truncated) in 2 turns, return 0" in page
+    with Tracker(tmp_path, resume_at=11) as tracker:
+        tracker.episodes(20, [EPISODE])
+    headings = [line for line in (tmp_path / "episodes.md").read_text().splitlines() if line.startswith("## ")]
+    assert [heading.split(":")[0] for heading in headings] == ["## Iteration 20", "## Iteration 10", "## Iteration 10"], "newest first"
+
+
+def test_the_configuration_is_kept_beside_the_numbers(tmp_path):
+    from sapo_fast.config import load_config
+
+    config = load_config(None, ["seed=7", "optim.lr=3e-5"])
+    Tracker(tmp_path, config=config).close()
+    assert load_config(str(tmp_path / "config.yaml"), []) == config
+
+
+def test_tensorboard_is_flushed_every_iteration_and_closed(tmp_path, monkeypatch):
+    calls = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            calls.append((folder, purge_step))
+
+        def __getattr__(self, name):
+            return lambda *given: calls.append((name, *given))
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", Writer)
+    with Tracker(tmp_path, tensorboard=True, resume_at=3) as tracker:
+        tracker.log(3, {"a": 1.0})
+        assert calls == [(str(tmp_path / "tensorboard"), 3), ("add_scalar", "a", 1.0, 3), ("flush",)]
+    assert calls[-1] == ("close",)
 
 
 def test_an_episode_s_text_cannot_break_the_table():
