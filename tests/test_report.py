@@ -67,6 +67,21 @@ def make_run(
     return folder
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """What was to be drawn, by file name; the files hold their own names. For tests of the page and the table, which need no figure."""
+    kept = {}
+
+    def stub(path, *given, **named):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name)
+        kept[path.name] = (given, named)
+
+    for name in ("learning_curve", "time_split", "values", "losses", "health", "comparison"):
+        monkeypatch.setattr(report_figures, name, stub)
+    return kept
+
+
 def ink(path):
     """Share of pixels that are not white: an empty figure has next to none."""
     from PIL import Image
@@ -89,7 +104,7 @@ def test_a_run_becomes_figures_and_one_self_contained_page(tmp_path):
     assert {base64.b64decode(image) for image in images} == {(page.parent / name).read_bytes() for name in names}
 
 
-def test_the_page_tells_the_run_s_numbers(tmp_path):
+def test_the_page_tells_the_run_s_numbers(tmp_path, undrawn):
     text = report(make_run(tmp_path / "run")).read_text()
     assert "25.0%" in text and "75.0% &plusmn; 10.8%" in text  # sqrt(.75 * .25 / 16)
     assert "<b>4 s</b><span>an iteration, without the panel" in text
@@ -107,13 +122,13 @@ def test_values_that_are_not_finite_are_left_out(tmp_path):
     assert ink(report(run).parent / "values.png") > 0.02
 
 
-def test_what_a_model_says_cannot_break_the_page(tmp_path):
+def test_what_a_model_says_cannot_break_the_page(tmp_path, undrawn):
     text = report(make_run(tmp_path / "run")).read_text()
     assert "<think>" not in text and "&lt;think&gt;x&lt;/think&gt;" in text
     assert "A &lt;box&gt; &amp; more" in text and "eval/3: lost (truncated) in 2 turns, return 0" in text
 
 
-def test_numbers_that_are_not_finite_are_named_and_left_out(tmp_path):
+def test_numbers_that_are_not_finite_are_named_and_left_out(tmp_path, undrawn):
     def spoil(records):
         records[1] |= {"loss/policy": None, "non_finite": ["loss/policy"]}
         records[3] |= {"loss/v": None, "non_finite": ["loss/v"]}
@@ -124,7 +139,7 @@ def test_numbers_that_are_not_finite_are_named_and_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "ppo_token", "grpo"])
-def test_a_run_of_another_algorithm_without_values(tmp_path, algorithm):
+def test_a_run_of_another_algorithm_without_values(tmp_path, undrawn, algorithm):
     run = make_run(tmp_path / "run", algorithm=algorithm)
     (run / "values.jsonl").unlink()
     page = report(run)
@@ -144,13 +159,62 @@ def test_a_run_that_has_just_begun(tmp_path):
     assert sorted(path.name for path in page.parent.iterdir()) == ["learning_curve.png", "report.html", "values.png"]
 
 
-def test_folders_without_numbers_are_refused(tmp_path):
+def test_folders_without_numbers_are_refused(tmp_path, undrawn):
     with pytest.raises(ValueError, match="no run's folder"):
         report(tmp_path)
     run = make_run(tmp_path / "run")
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="has no metrics yet"):
         report(run)
+
+
+@pytest.mark.parametrize("algorithm", ["sapo", "ppo", "grpo"])
+def test_the_learning_curve_is_told_the_run_s_sizes(tmp_path, undrawn, algorithm):
+    def fewer(records):
+        for record in records:
+            if "eval/success" in record:
+                record["eval/episodes"] = 12
+
+    report(make_run(tmp_path / "all", algorithm=algorithm))
+    given, named = undrawn["learning_curve.png"]
+    assert named == {"episodes": 8, "warmup": 0 if algorithm == "grpo" else 5, "panel": 16} and len(given[0]) == 5
+    report(make_run(tmp_path / "few", algorithm=algorithm, change=fewer))
+    assert undrawn["learning_curve.png"][1]["panel"] == 12, "the suite had 12 evaluation tasks"
+
+
+def test_the_newest_episode_and_number_come_first(tmp_path, undrawn):
+    run = make_run(tmp_path / "run")
+    with open(run / "episodes.jsonl", "a") as stream:
+        stream.write(json.dumps({"iteration": 2, **EPISODE, "turns": [{**TURN, "observation": "one\ntwo"}]}) + "\n")
+    text = report(run).read_text()
+    assert text.index("Iteration 2, eval/3") < text.index("Iteration 0, eval/3") and "<td>one<br>two<td>" in text
+    assert (
+        "<td>eval/turns<td class='n'>9<td class='n note'>at 4" in text
+        and "<td>memory/peak_mb<td class='n'>103<td class='n note'>at 3" in text
+    )
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(20.0, "82 s"), (60.0, "4 min"), (1799.0, "120 min"), (3600.0, "4.0 h")])
+def test_durations_in_the_unit_that_people_use(tmp_path, undrawn, seconds, shown):
+    text = report(make_run(tmp_path / "run", seconds=seconds)).read_text()
+    assert f"<b>{shown}</b><span>whole time" in text
+
+
+def test_a_comparison_of_unlike_runs_counts_what_all_have(tmp_path, undrawn):
+    runs = [
+        make_run(tmp_path / "s1", seed=1, success=(0.2, 0.5, 0.9), seconds=2.0, peak=10.0),
+        make_run(tmp_path / "s0", seed=0, success=(0.6, 0.5, 0.5), seconds=4.0, peak=30.0, iterations=2, wanted=4),
+    ]
+    table = compare_report(runs, tmp_path / "out").read_text()
+    (row,) = csv.DictReader((tmp_path / "out" / "comparison.csv").open())
+    assert (row["iterations"], row["episodes"]) == ("2", "16"), "the shortest run's"
+    assert float(row["success_start"]) == pytest.approx(0.4) and float(row["success"]) == pytest.approx(0.7)
+    assert float(row["success_se"]) == pytest.approx(0.2) and float(row["seconds_per_iteration_se"]) == pytest.approx(1.0)
+    assert float(row["peak_mb"]) == pytest.approx((13 + 31) / 2) and float(row["param_optimizer_mb"]) == 12
+    assert table.index("- sapo, seed 0: 0.500 (unfinished: 2 of 4 iterations)") < table.index("- sapo, seed 1: 0.900\n")
+    (curves, bars), _ = undrawn["comparison.png"]
+    assert [(x.tolist(), y.tolist()) for x, y in curves["sapo"]] == [([0, 16, 32], [0.2, 0.5, 0.9]), ([0, 16], [0.6, 0.5])]
+    assert bars["seconds an iteration"]["sapo"] == (pytest.approx(3.0), pytest.approx(1.0)) and bars["peak memory, MB"]["sapo"] == (22, 0.0)
 
 
 def test_a_comparison_averages_over_seeds_and_leaves_the_panel_out_of_the_costs(tmp_path):
