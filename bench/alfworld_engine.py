@@ -1,7 +1,7 @@
 """ALFWorld's engine: is ours the stock one, and how much faster is it?
 
     python bench/alfworld_engine.py walk DATA        every game loads, and its own walkthrough wins it
-    python bench/alfworld_engine.py same DATA        transcripts of both engines on 10 games of each family, byte for byte (random commands, then the walkthrough)
+    python bench/alfworld_engine.py same DATA        transcripts of both engines on 10 games of each family, byte for byte (random, then walkthrough)
     python bench/alfworld_engine.py speed DATA       steps per CPU second, load and reset, memory per environment: stock and ours, 1 and 64 environments
 
 DATA: a folder with json_2.1.1. Needs the extra `alfworld`. Prints a table; exits 1 where something does not hold. Times are CPU seconds of one process.
@@ -57,7 +57,9 @@ def walk(args: argparse.Namespace) -> int:
         if not info["won"] or sum(rewards) != 1.0 or rewards[-1] != 1.0:
             lost.append(task)
             print("not won:", task)
-    print(f"{len(tasks) - len(lost)} of {len(tasks)} games loaded and won by their walkthrough; {turns} turns, {clock() - began:.1f} CPU s in all")
+    print(
+        f"{len(tasks) - len(lost)} of {len(tasks)} games loaded and won by their walkthrough; {turns} turns, {clock() - began:.1f} CPU s in all"
+    )
     return int(bool(lost))
 
 
@@ -75,17 +77,17 @@ def same(args: argparse.Namespace) -> int:
                 stock.load(str(suite.root / task / "game.tw-pddl"))
             state = stock.reset()
             text, info = ours.reset(options={"task": task})
-            theirs, mine = [state.feedback, *state["admissible_commands"]], [text, *info["admissible_commands"]]
+            theirs, mine = (state.feedback, state["admissible_commands"]), (text, info["admissible_commands"])
+            over = False
             for turn in range(args.turns if commands is None else len(commands)):
-                if theirs != mine or state["won"]:
+                if theirs != mine or over:
                     break
-                command = rng.choice([*mine[1:], "dance", " look "]) if commands is None else commands[turn]
+                command = rng.choice([*info["admissible_commands"], "dance", " look "]) if commands is None else commands[turn]
                 state, score, done = stock.step(command)
                 text, reward, over, _, info = ours.step(command)
-                theirs = [state.feedback, *state["admissible_commands"], str(bool(state["won"])), str(bool(done)), str(float(score))]
-                mine = [text, *info["admissible_commands"], str(info["won"]), str(over), str(reward)]
+                theirs = (state.feedback, state["admissible_commands"], bool(state["won"]), bool(done), float(score))
+                mine = (text, info["admissible_commands"], info["won"], over, reward)
                 turns += 1
-                theirs, mine = (theirs, mine) if theirs != mine else (theirs[:-3], mine[:-3])
             if theirs != mine:
                 print(f"{task}: turn {turn + 1} differs\n  stock {theirs}\n  ours  {mine}")
                 return 1
@@ -139,14 +141,32 @@ def speed_of(args: argparse.Namespace) -> int:
             play.append(clock() - began)
             commands[i] = state[0]["admissible_commands"] if args.engine == "stock" else state[3]
     n = len(envs)
-    figures = {"load": load / n, "reset": reset / n, "again": again / n, "step": sum(play) / len(play), "steps": len(play), "mib": (rss() - before) / n}
+    figures = {
+        "load": load / n,
+        "reset": reset / n,
+        "again": again / n,
+        "step": sum(play) / len(play),
+        "steps": len(play),
+        "mib": (rss() - before) / n,
+    }
     print(json.dumps(figures))
     return 0
 
 
 def speed(args: argparse.Namespace) -> int:
     def measure(engine: str, envs: int, cache: str, turns: int) -> dict[str, float]:
-        command = [sys.executable, __file__, "_speed", str(suite_of(args).root), "--engine", engine, "--envs", str(envs), "--turns", str(turns)]
+        command = [
+            sys.executable,
+            __file__,
+            "_speed",
+            str(suite_of(args).root),
+            "--engine",
+            engine,
+            "--envs",
+            str(envs),
+            "--turns",
+            str(turns),
+        ]
         done = subprocess.run([*command, "--panel", args.panel, "--cache", cache], capture_output=True, text=True, check=True)
         return json.loads(done.stdout.splitlines()[-1])
 
@@ -162,13 +182,13 @@ def speed(args: argparse.Namespace) -> int:
             ("ours, 64 environments, kept on disk", "ours", 64, cache, 50),
         ):
             row = rows[label] = measure(engine, envs, where, turns)
-            print(
-                f"{label:<34}{row['load']:>9.3f}{row['reset']:>9.4f}{row['again']:>9.4f}{1e3 * row['step']:>9.3f}{1 / row['step']:>9,.0f}{row['mib']:>9.1f}",
-                flush=True,
-            )
+            times = f"{row['load']:>9.3f}{row['reset']:>9.4f}{row['again']:>9.4f}{1e3 * row['step']:>9.3f}{1 / row['step']:>9,.0f}"
+            print(f"{label:<34}{times}{row['mib']:>9.1f}", flush=True)
     for envs in (1, 64):
         stock, ours = (next(row for label, row in rows.items() if label.startswith(f"{who}, {envs} ")) for who in ("stock", "ours"))
-        print(f"{envs} environment{'s' if envs > 1 else ''}: {stock['step'] / ours['step']:.0f} times the stock engine's steps per CPU second")
+        print(
+            f"{envs} environment{'s' if envs > 1 else ''}: {stock['step'] / ours['step']:.0f} times the stock engine's steps per CPU second"
+        )
     return 0
 
 

@@ -146,7 +146,9 @@ def _read_atom(name: str) -> tuple[str, Fact]:
 class _Library:
     """One copy of Fast Downward's library: its state is global to the copy, so every environment has its own."""
 
-    _free: list[ctypes.CDLL] = []  # copies for the next one: unloading a copy would crash the process at its end, by the copy's exit handler
+    _free: list[
+        ctypes.CDLL
+    ] = []  # copies for the next one: unloading a copy would crash the process at its end, by the copy's exit handler
 
     def __init__(self) -> None:
         try:

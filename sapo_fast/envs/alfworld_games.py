@@ -58,7 +58,13 @@ _PROCESSES = {
     "pick_heat_then_place_in_recep": ("Heatable", "Microwave", "heat"),
     "pick_cool_then_place_in_recep": ("Coolable", "Fridge", "cool"),
 }
-_PREDICATES = (("Cleanable", "cleanable"), ("Heatable", "heatable"), ("Coolable", "coolable"), ("Toggleable", "toggleable"), ("Sliceable", "sliceable"))
+_PREDICATES = (
+    ("Cleanable", "cleanable"),
+    ("Heatable", "heatable"),
+    ("Coolable", "coolable"),
+    ("Toggleable", "toggleable"),
+    ("Sliceable", "sliceable"),
+)
 _BASINS = {"SinkBasin": "Sink", "BathtubBasin": "Bathtub"}  # the data set's names: Sink_bar_..._bar_SinkBasin
 SPLITS = ("train", "valid_seen", "valid_unseen")
 
@@ -206,7 +212,11 @@ def _problem(name: str, scene: _Scene, goal: str) -> str:
         facts += [f"receptacleType {receptacle} {kind}Type", f"receptacleAtLocation {receptacle} {room.location[receptacle]}"]
     facts += [f"openable {receptacle}" for receptacle in sorted(room.openable)]
     for thing, kind, receptacle in scene.things:
-        facts += [f"objectType {thing} {kind}Type", f"inReceptacle {thing} {receptacle}", f"objectAtLocation {thing} {room.location[receptacle]}"]
+        facts += [
+            f"objectType {thing} {kind}Type",
+            f"inReceptacle {thing} {receptacle}",
+            f"objectAtLocation {thing} {room.location[receptacle]}",
+        ]
         if kind not in ("FloorLamp", "DeskLamp"):
             facts.append(f"pickupable {thing}")
         if kind in constants.MOVABLE_RECEPTACLES_SET:
@@ -276,7 +286,9 @@ def choose(counts: dict[str, int], seed: int, size: float, tasks: Sequence[str] 
     rng, taken = random.Random(f"choose-{seed}"), set()
     for split in SPLITS:
         scenes = constants.TEST_SCENE_NUMBERS if split == "valid_unseen" else constants.TRAIN_SCENE_NUMBERS
-        left = {task: [key for scene in sorted(scenes) for key in Room(scene, size).keys(task, scene) if key not in taken] for task in tasks}
+        left = {
+            task: [key for scene in sorted(scenes) for key in Room(scene, size).keys(task, scene) if key not in taken] for task in tasks
+        }
         for keys in left.values():
             rng.shuffle(keys)
         for number in range(counts[split]):

@@ -84,7 +84,9 @@ class WebShop:
         self.noun_rule, self.nouns = find_rule(noun_rule)
         self.catalogue: Catalogue = read_catalogue(Path(given).expanduser(), products, human_goals, seed)
         if len(self.catalogue.goals) <= n_eval:
-            raise ValueError(f"webshop: the data in {given} make {len(self.catalogue.goals)} goals; n_eval must leave some of them, got {n_eval}")
+            raise ValueError(
+                f"webshop: the data in {given} make {len(self.catalogue.goals)} goals; n_eval must leave some of them, got {n_eval}"
+            )
         self.index: SearchIndex = SearchIndex(self.catalogue.documents())
         self.n_eval, self.reward, self.admissible = n_eval, reward, admissible
         self.instruction_on_pages, self.attributes_page = instruction_on_pages, attributes_page
@@ -99,7 +101,12 @@ class WebShop:
     def report(self) -> dict[str, Any]:
         """What a run's report must say of this suite."""
         catalogue = self.catalogue
-        return {"products": len(catalogue.items), "goals": len(catalogue.goals), "manifest": catalogue.digest(), "noun_rule": self.noun_rule}
+        return {
+            "products": len(catalogue.items),
+            "goals": len(catalogue.goals),
+            "manifest": catalogue.digest(),
+            "noun_rule": self.noun_rule,
+        }
 
     def goal(self, task_id: str) -> Goal:
         """The goal of a task id. ValueError where the manifest has none of that number."""

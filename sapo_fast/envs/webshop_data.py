@@ -97,7 +97,9 @@ def read_catalogue(data: Path, size: str, human: bool, seed: int) -> Catalogue:
             if not human:
                 goals += _synthetic_goals(item, known, seed)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"webshop: {data / products_file}, product {position}, is not as WebShop's: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"webshop: {data / products_file}, product {position}, is not as WebShop's: {type(error).__name__}: {error}"
+            ) from error
     unique = list({(g.product.asin, g.instruction, g.attributes, g.options): g for g in goals}.values())
     random.Random(f"goals-{seed}").shuffle(unique)
     return Catalogue(items, unique, human)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 # family: search query, category path, things, attributes, option names
-_COLORS = "black,white,navy blue,dark green,red,light grey,pink,brown,purple,yellow,burgundy,teal".split(",")
-_SIZES = "x-small,small,medium,large,x-large,xx-large".split(",")
+_COLORS = ["black", "white", "navy blue", "dark green", "red", "light grey", "pink", "brown", "purple", "yellow", "burgundy", "teal"]
+_SIZES = ["x-small", "small", "medium", "large", "x-large", "xx-large"]
 _FAMILIES: tuple[tuple[str, str, str, str, str, str], ...] = (
     (
         "women's tops",
@@ -88,7 +88,9 @@ def make_products(count: int, seed: int) -> tuple[list[dict[str, Any]], dict[str
         query, category, path, things, qualities, option_names = rng.choice(_FAMILIES)
         thing, asin = rng.choice(things.split(",")), f"B{number:09d}"
         chosen = rng.sample(qualities.split(","), 3)
-        name = f"{rng.choice(_BRANDS.split(','))} {rng.choice(_LINES.split(','))} {rng.choice('ABCDEFGHJKLMNPRSTVWXYZ')}{number} {chosen[0].title()} {thing.title()}"
+        brand, line = rng.choice(_BRANDS.split(",")), rng.choice(_LINES.split(","))
+        model = f"{rng.choice('ABCDEFGHJKLMNPRSTVWXYZ')}{number}"
+        name = f"{brand} {line} {model} {chosen[0].title()} {thing.title()}"
         low = round(rng.uniform(4, 180), 2)
         options = {option: rng.sample(_VALUES[option], rng.randint(2, 4)) for option in option_names.split(",")}
         products.append(
@@ -103,7 +105,9 @@ def make_products(count: int, seed: int) -> tuple[list[dict[str, Any]], dict[str
                 "pricing": f"${low}" if rng.random() < 0.7 else f"${low} - ${round(low + rng.uniform(2, 20), 2)}",
                 "average_rating": round(rng.uniform(3, 5), 1),
                 "images": [""],
-                "customization_options": {option: [{"value": value, "image": None} for value in values] for option, values in options.items()},
+                "customization_options": {
+                    option: [{"value": value, "image": None} for value in values] for option, values in options.items()
+                },
             }
         )
         wanted = rng.sample(chosen, rng.randint(1, 2))

@@ -29,20 +29,25 @@ except ImportError as error:
 NounRule = Literal["auto", "spacy", "words"]
 SPACY_MODELS = ("en_core_web_lg", "en_core_web_md", "en_core_web_sm")
 _FUZZY = 85
-_COLORS = (
-    "alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo caramel champagne charcoal "
-    "cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal dark denim eggplant elephant espresso fuchsia gold "
-    "granite grape graphite grass gray green grey heather indigo ivory ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve "
-    "merlot midnight mint mocha multicolor mushroom mustard natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal "
-    "rust sand sapphire seashell silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut wheat white wine "
-    "yellow"
-).split()
+_COLORS = tuple(
+    """
+    alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo caramel
+    champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal dark denim
+    eggplant elephant espresso fuchsia gold granite grape graphite grass gray green grey heather indigo ivory ivy khaki lavender
+    lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha multicolor mushroom mustard natural navy nude
+    olive orange peach pewter pink plum purple rainbow red rose royal rust sand sapphire seashell silver skull slate steel stone
+    stonewash sunflower tan taupe teal tiger turquoise violet walnut wheat white wine yellow
+""".split()  # noqa: SIM905
+)
 # The words rule: what is left of a title's words without numbers and these is taken for nouns.
 _NO_NOUNS = frozenset(
-    "a about above after all an and any are as at be best between both but by can compatible each easy eco extra fast for free friendly from good great "
-    "have high if in inch into is it its large long low made make medium more most multi natural new no not of off on one only or other our out over "
-    "own perfect portable pre premium professional short slim small so soft some super than that the their them then these they this to too two ultra "
-    "under up use used very was we while will with without xl xxl you your".split()
+    """
+    a about above after all an and any are as at be best between both but by can compatible each easy eco extra fast for free
+    friendly from good great have high if in inch into is it its large long low made make medium more most multi natural new no
+    not of off on one only or other our out over own perfect portable pre premium professional short slim small so soft some
+    super than that the their them then these they this to too two ultra under up use used very was we while will with without xl
+    xxl you your
+""".split()  # noqa: SIM905
 )
 _TITLE_WORD = re.compile(r"[^\W\d_]{2,}")
 
@@ -95,7 +100,9 @@ def noun_rule(wanted: NounRule = "auto") -> tuple[str, Callable[[str], frozenset
             if importlib.util.find_spec("spacy") and importlib.util.find_spec(model):
                 return f"spacy:{model}", _spacy_nouns(model)
         if wanted == "spacy":
-            raise ValueError("webshop: noun_rule='spacy' needs spaCy and an English model (python -m spacy download en_core_web_lg); or use 'words'")
+            raise ValueError(
+                "webshop: noun_rule='spacy' needs spaCy and an English model (python -m spacy download en_core_web_lg); or use 'words'"
+            )
     return "words", _word_nouns
 
 
@@ -141,10 +148,8 @@ def matched_options(bought: Product, wanted: Sequence[str], chosen: Mapping[str,
     texts, count = bought.texts, 0
     for name, value in chosen.items():
         value = color(value)
-        if name.lower() == "size":
-            matched = value in wanted
-        else:
-            matched = any(fuzz.token_set_ratio(want, value) > _FUZZY for want in wanted)
+        exact = name.lower() == "size"
+        matched = value in wanted if exact else any(fuzz.token_set_ratio(want, value) > _FUZZY for want in wanted)
         count += matched or any(value in text for text in texts)
     return min(count, len(wanted))
 

@@ -17,7 +17,10 @@ except ImportError as error:
     raise ModuleNotFoundError(f"WebShop's search needs bm25s and PyStemmer ({error}); pip install 'sapo_fast[webshop]'") from error
 
 STOP_WORDS = frozenset(
-    "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was will with".split()
+    """
+    a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was will
+    with
+""".split()  # noqa: SIM905
 )
 HITS = 50  # results of one search
 _WORD = re.compile(r"\w+(?:['’.]\w+)*")  # words; an apostrophe or a full stop between letters or digits does not end one
