@@ -346,6 +346,29 @@ def fused_loss(
     data.settle()
 
 
+def finite_loss(loss: Tensor, named: tuple[tuple[str, str, Tensor, Tensor], ...]) -> None:
+    """ValueError if the loss came out infinite or NaN, with the first row at fault.
+
+    ``named``: (what, name of its rows, rows [n], numbers [n] of these rows).
+    """
+    if torch.compiler.is_compiling():
+        return
+    value = float(loss.detach())
+    if math.isfinite(value):
+        return
+    for what, name, rows, numbers in named:
+        bad = (~numbers.detach().isfinite()).nonzero()
+        if len(bad):
+            i = int(bad[0, 0])
+            raise ValueError(
+                f"the loss is {value}: the {what} of {name}[{i}] (row {int(rows[i])}) is {float(numbers[i])}, and {len(bad)} of {len(rows)} are "
+                "not finite; the hidden states or logits of these rows, or the LM head, hold NaN or infinity"
+            )
+    raise ValueError(
+        f"the loss is {value}, though the numbers of every row are finite: advantages, value targets or old values are too large"
+    )
+
+
 def token_logprobs(
     *,
     logits: Any,

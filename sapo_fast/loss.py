@@ -95,12 +95,14 @@ def fused_loss(
         inplace: with ``logits``, write the gradient over their memory: a row is then read once and written once, and nothing [T, V] is
             allocated. It happens in this call (for float16 in the backward), so nobody may use the logits after it: autograd raises where
             another operation saved them for its own backward, and where they were written to before this loss' backward.
-        check: also look at the data (rows, ids, non-finite numbers). On a GPU that waits for the device once; False skips it.
+        check: also look at the data (rows, ids, non-finite numbers), and at the loss: if it is not finite the rows at fault are named.
+            On a GPU that waits for the device, before and after; False skips it.
 
     A micro-batch without tokens and turns gives loss 0 with a graph and gradients 0. Gradients of the gradient are not supported.
 
     Raises:
-        ValueError: input that breaks a rule above, named with the value got; unknown impl. RuntimeError: an impl this machine cannot run.
+        ValueError: input that breaks a rule above, named with the value got; a loss that is not finite; unknown impl.
+        RuntimeError: an impl this machine cannot run.
     """
     checks.fused_loss(
         logits=logits, hidden=hidden, lm_head=lm_head, lm_head_bias=lm_head_bias, value_token_ids=value_token_ids, action_rows=action_rows,
@@ -196,6 +198,10 @@ def _sum_up(job: _Job, terms: TokenTerms, entropy: Tensor, value_terms: list[Val
 
 def _output(job: _Job, loss: Tensor, logprob: Tensor, entropy: Tensor, values: list[ValueTerms], metrics: dict[str, Tensor]) -> LossOutput:
     v, q = ((x.u * job.config.r_max).to(torch.float32) for x in values)
+    if job.look:
+        named = (("log-probability", "action_rows", job.rows, logprob), ("entropy", "action_rows", job.rows, entropy))
+        named += tuple((part.name.upper(), f"{part.name}_rows", part.rows, x) for part, x in zip(job.values, (v, q), strict=True))
+        checks.finite_loss(loss, named)
     return LossOutput(loss, logprob.to(torch.float32), entropy.to(torch.float32), v, q, metrics)
 
 
