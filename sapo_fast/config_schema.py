@@ -124,8 +124,8 @@ class RolloutSection(Section):
         None, gt=0, description="collector=stream with env_workers: seconds a reset or step may take; null: any"
     )
     retries: int = Field(1, ge=0, description="collector=stream: how often an episode that crashed or timed out is played again")
-    correction: Literal["auto", "on", "off"] = Field(
-        "auto", description="weigh each token's policy loss by min(pi_old / pi_rollout, correction_cap); auto: on with vllm"
+    correction: Literal["auto", "always", "never"] = Field(
+        "auto", description="weigh each token's policy loss by min(pi_old / pi_rollout, correction_cap); auto: with vllm"
     )
     correction_cap: float = Field(2.0, ge=1, description="the largest such weight")
     turn_mask: float | None = Field(
@@ -144,7 +144,7 @@ class RolloutSection(Section):
         return self.collector == "stream" or (self.collector == "auto" and self.engine == "vllm")
 
     def corrects(self) -> bool:
-        return self.correction == "on" or (self.correction == "auto" and self.engine == "vllm")
+        return self.correction == "always" or (self.correction == "auto" and self.engine == "vllm")
 
 
 class LossSection(Section):

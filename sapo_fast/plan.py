@@ -16,7 +16,9 @@ def describe(config: Config, resume: str) -> str:
     ValueError or ModuleNotFoundError for what would stop the run: a bad environment, a missing model or package, an unusable device.
     """
     from sapo_fast.models.load import resolve_device
+    from sapo_fast.setup_run import check_engine
 
+    check_engine(config)
     device = resolve_device(config.model.device)
     plan = [
         ("output", _output(config, resume)),
@@ -26,6 +28,7 @@ def describe(config: Config, resume: str) -> str:
             "iterations",
             f"{config.iterations} of {config.episodes_per_iteration} episodes, {config.value_warmup.iterations} of them value warm-up",
         ),
+        ("rollout", f"{config.rollout.engine}, {'each episode at its own pace' if config.rollout.streams() else 'in lock-step'}"),
         ("evaluation", _evaluation(config)),
         ("device", f"{device}, torch {torch.__version__}, {config.threads or torch.get_num_threads()} threads"),
     ]

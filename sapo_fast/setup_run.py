@@ -78,6 +78,14 @@ def build_policy(config: Config, suite: TaskSuite, *, progress: bool = True) -> 
     return load_policy(config.model)
 
 
+def check_engine(config: Config) -> None:
+    """ModuleNotFoundError, before any work, where the engine's package is missing."""
+    if config.rollout.engine == "vllm" and config.vllm.url is None:
+        from sapo_fast.rollout.vllm_setup import require_vllm
+
+        require_vllm()
+
+
 def make_engine(config: Config, policy: Policy) -> Engine:
     return vllm_engine(config, policy) if config.rollout.engine == "vllm" else hf_engine(config, policy)
 

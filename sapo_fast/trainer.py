@@ -30,7 +30,7 @@ from sapo_fast.mismatch import engine_old_policy, mismatch_metrics, token_weight
 from sapo_fast.models.load import Policy
 from sapo_fast.records import Trajectory
 from sapo_fast.rollout.collector import CollectorStats
-from sapo_fast.setup_run import build_policy, make_engine, make_runner, prompt_builder, tasks_of
+from sapo_fast.setup_run import build_policy, check_engine, make_engine, make_runner, prompt_builder, tasks_of
 from sapo_fast.trackers import Tracker
 
 log = logging.getLogger("sapo_fast")
@@ -41,6 +41,7 @@ class Trainer:
 
     def __init__(self, config: Config, *, progress: bool = True) -> None:
         self.config, self.progress = config, progress
+        check_engine(config)
         if config.threads:
             torch.set_num_threads(config.threads)
         self.run_dir = Path(config.run_dir())

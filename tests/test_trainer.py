@@ -1,6 +1,8 @@
 """The loop end to end, at a size of seconds: runs, resumes bitwise, survives kills, and keeps its promises to each part."""
 
+import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,8 +14,11 @@ import pytest
 import torch
 
 from sapo_fast import checkpoint
+from sapo_fast.algorithms import Targets
+from sapo_fast.batch import build_rows
 from sapo_fast.config import load_config
 from sapo_fast.learner import Diverged
+from sapo_fast.loss import LossConfig
 from sapo_fast.records import Trajectory
 from sapo_fast.trainer import Trainer
 
@@ -52,6 +57,41 @@ def equal(a, b):
 def without_times(records):
     measured = ("time/", "memory/")
     return [{k: v for k, v in r.items() if not k.startswith(measured)} for r in records]
+
+
+def test_the_engines_arithmetic_is_corrected_for(make):
+    def policy_loss(*overrides):
+        """On episodes whose engine made every token 1.5 times less likely than the trainer does, with advantages of 1."""
+        trainer = make("correction", *overrides)
+        episodes = trainer.collect(1)
+        for turn in (turn for t in episodes for turn in t.turns):
+            turn.rollout_logprobs = [p - math.log(1.5) for p in turn.rollout_logprobs]
+        batch = build_rows(episodes)
+        old = trainer._old_policy(batch, 1)
+        metrics = trainer._mismatch(batch, old)
+        assert metrics["mismatch/logprob_max"] == pytest.approx(math.log(1.5), abs=1e-3)
+        assert metrics["mismatch/ratio_outside_10_percent"] == 1.0
+        targets = Targets(torch.ones(batch.num_tokens), old.v, old.q)
+        micro = next(trainer.learner._micros(batch))
+        return trainer.learner.policy_loss(micro, old, targets, None, LossConfig(kl_coef=0.0), 100, 100).metrics["policy_loss"].item()
+
+    plain = policy_loss()
+    assert plain < 0 and policy_loss("rollout.correction=always") == pytest.approx(1.5 * plain, rel=1e-3)
+    assert policy_loss("rollout.correction=always", "rollout.correction_cap=1.25") == pytest.approx(1.25 * plain, rel=1e-3)
+    assert policy_loss("rollout.correction=always", "rollout.turn_mask=1.2") == 0.0
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_episodes_at_their_own_pace_are_the_same(make, workers):
+    runs = make("lock_step"), make("stream", "rollout.collector=stream", f"rollout.env_workers={workers}")
+    lock_step, stream = ([[t.response_ids for t in trajectory.turns] for trajectory in trainer.collect(0)] for trainer in runs)
+    assert stream == lock_step
+
+
+def test_a_missing_engine_is_told_before_any_work(make, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="pip install vllm"):
+        make("vllm", "rollout.engine=vllm")
 
 
 @pytest.mark.parametrize("algorithm", ["sapo", "ppo", "ppo_token", "grpo"])
