@@ -2,4 +2,4 @@
 // older build are refused instead of called.
 #pragma once
 
-#define SAPO_INTERFACE_VERSION 4
+#define SAPO_INTERFACE_VERSION 5

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import backends, checks
-from .row_pass import Head, HeadGradSum, RowKernel, RowStats, each_chunk, first_order_only, join, stat_dtype
+from . import checks
+from .row_pass import Head, HeadGradSum, RowKernel, RowStats, choose_kernel, each_chunk, first_order_only, join, stat_dtype
 
 
 def token_logprobs(
@@ -46,8 +46,9 @@ def token_logprobs(
         actions=actions, temperature=temperature, impl=impl, check=check,
     )  # fmt: skip
     source = logits if logits is not None else hidden
-    _, kernel = backends.select("row_pass", impl, source.device, source.dtype)
-    job = _Job(kernel, value_token_ids, action_rows.to(torch.int64), actions.to(torch.int64), float(temperature))
+    kernel = choose_kernel(impl, source, logits)
+    rows, actions = action_rows.to(torch.int64).contiguous(), actions.to(torch.int64).contiguous()
+    job = _Job(kernel, value_token_ids, rows, actions, float(temperature))
     if logits is not None:
         logprob, h = _FromLogits.apply(logits, job)
     else:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import backends, checks
+from . import checks
 from .loss_terms import LOG_RATIO_LIMIT, LossConfig, Tokens, TokenTerms, ValueRows, ValueTerms, token_terms, value_terms
 from .row_pass import (
     Head,
@@ -19,6 +19,7 @@ from .row_pass import (
     RowKernel,
     RowStats,
     add_at,
+    choose_kernel,
     each_chunk,
     entropy_slope,
     first_order_only,
@@ -112,12 +113,12 @@ def fused_loss(
     )  # fmt: skip
     source = logits if logits is not None else hidden
     dtype, device = stat_dtype(source.dtype), source.device
-    _, kernel = backends.select("row_pass", impl, device, source.dtype)
+    kernel = choose_kernel(impl, source, logits)
 
     def column(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.detach().to(dtype).contiguous()
 
-    rows, actions = action_rows.to(torch.int64), actions.to(torch.int64)
+    rows, actions = action_rows.to(torch.int64).contiguous(), actions.to(torch.int64).contiguous()
     tokens = Tokens(column(old_logprobs), column(advantages), column(token_weights), column(ref_logprobs) if config.kl_coef > 0 else None)
     values = []
     for name, at, old, target, clip, coef in (
@@ -225,7 +226,7 @@ def _from_logits(job: _Job, logits: Tensor, inplace: bool) -> LossOutput:
             stats = one_pass(
                 job.kernel, out, job.rows, job.actions, job.tokens, job.config, 1 / job.num_tokens, job.value_token_ids, out, _distinct(job, out)
             )  # fmt: skip
-            _clear_others(out, job.rows)
+            _clear_others(job, out)
             _write_value_columns(job, slopes, torch.ones_like(job.num_tokens), out)
             torch.autograd.graph.increment_version(logits)
         else:
@@ -251,9 +252,12 @@ def _distinct(job: _Job, logits: Tensor) -> bool:
     return int(torch.zeros(logits.shape[0], dtype=torch.int8, device=job.rows.device).index_fill_(0, job.rows, 1).sum()) == len(job.rows)
 
 
-def _clear_others(out: Tensor, rows: Tensor) -> None:
-    """Zero in every row of ``out`` [T, V] that ``rows`` leave out."""
-    unused = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, rows, False)
+def _clear_others(job: _Job, out: Tensor) -> None:
+    """Zero in every row of ``out`` [T, V] that is no action row."""
+    if hasattr(job.kernel, "clear_other_rows"):
+        job.kernel.clear_other_rows(job.rows, out)
+        return
+    unused = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, job.rows, False)
     out.masked_fill_(unused[:, None], 0.0)
 
 
@@ -305,7 +309,7 @@ class _LogitsGradient(torch.autograd.Function):
         out = logits.detach() if ctx.inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         job.kernel.grad(out if ctx.inplace else logits, job.rows, job.actions, RowStats(*stats), a, entropy_slope(job.config, a, scale),
                         job.value_token_ids, job.config.temperature, out)  # fmt: skip
-        _clear_others(out, job.rows)
+        _clear_others(job, out)
         _write_value_columns(job, [c_v, c_q], grad.double(), out)
         if ctx.inplace:
             torch.autograd.graph.increment_version(out)
@@ -320,9 +324,9 @@ def _from_hidden(job: _Job, head: Head) -> LossOutput:
     want = tuple(grad_on and x is not None and x.requires_grad for x in head)
     with torch.no_grad(), torch.autocast(head.hidden.device.type, enabled=False):
         # float16 gradients of a mean over many tokens would fall below the type's smallest numbers: carry them times a power of two,
-        # a sixteenth of the count, which leaves a token's slope room up to a million.
+        # a sixteenth of the count (never below 1), which leaves a token's slope room up to a million.
         half = head.hidden.dtype == torch.float16
-        scale = torch.exp2(job.num_tokens.log2().round() - 4) if half else torch.ones_like(job.num_tokens)
+        scale = torch.exp2((job.num_tokens.log2().round() - 4).clamp(min=0)) if half else torch.ones_like(job.num_tokens)
         grads = HeadGradSum(head, want)
         parts: list[RowStats] = []
 

@@ -9,6 +9,7 @@ torch. The operators, ``torch.ops.sapo_fast.*``, take contiguous tensors of one 
     -> advantages, v_targets (both 0 where the mask is), q_targets [0], moments. A token outside the mask neither steps nor decays; a reward it
     carries goes to the action before it.
 ``normalize(advantages, moments, invalid, valid, invalid_penalty, eps, min_std)`` -> (A - penalty - mean) / (std + eps), as `normalize_advantages`.
+``row_*``: see `sapo_fast.native_rows`.
 
 With ``check`` the CPU operators look at the data on their way and raise RuntimeError on a number that is not finite, or a token paid before the
 first action of its trajectory; which one it is the checks in torch find out. The CUDA operators never look.
@@ -34,7 +35,7 @@ from torch import Tensor
 from . import backends
 
 #: Raised together with SAPO_INTERFACE_VERSION in csrc/interface.h.
-INTERFACE = 4
+INTERFACE = 5
 
 _HERE = Path(__file__).resolve().parent
 
@@ -186,5 +187,14 @@ def token_gae(
         return None
 
 
+def _rows() -> Any:
+    """The registry's "cpp" row pass; its module tells torch about operators that are loaded by now."""
+    from .native_rows import CppRows
+
+    return CppRows()
+
+
+_HALF_AND_SINGLE = (torch.bfloat16, torch.float16, torch.float32)
+backends.register("row_pass", "cpp", _rows, cpu_obstacle, devices=("cpu",), dtypes=_HALF_AND_SINGLE)
 backends.register("turn_gae", "cpp", lambda: turn_gae, cpu_obstacle, devices=("cpu",), dtypes=(torch.float32,))
 backends.register("turn_gae", "cuda", lambda: turn_gae, cuda_obstacle, devices=("cuda",), dtypes=(torch.float32,))

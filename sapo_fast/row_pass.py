@@ -110,6 +110,12 @@ class OnePassKernel(RowKernel, Protocol):
         """
         ...
 
+    # Offered by some:
+
+    def clear_other_rows(self, rows: Tensor, out: Tensor) -> None:
+        """Zero in the rows of ``out`` [T, V] that ``rows`` leave out."""
+        ...
+
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         """``x *= factor``, a float64 scalar on the device; nothing is read or written where it is 1, and the host does not wait."""
         ...
@@ -134,6 +140,23 @@ def one_pass(
     a = (token_terms(stats.logprob, tokens, config).a * scale).to(stats.logprob.dtype)
     kernel.grad(logits, rows, actions, stats, a, entropy_slope(config, a, scale), value_token_ids, config.temperature, out)
     return stats
+
+
+def choose_kernel(impl: str, source: Tensor, logits: Tensor | None) -> RowKernel:
+    """The row pass for hidden states or logits (``source``). Given ``logits`` must suit it: some kernels read rows only as they lie in memory.
+
+    Raises:
+        ValueError: ``impl`` names a kernel that does not take them; as `backends.select`.
+    """
+    name, kernel = backends.select("row_pass", impl, source.device, source.dtype)
+    if logits is None or logits.stride(1) == 1 or logits.shape[1] == 1 or not getattr(kernel, "contiguous_rows_only", False):
+        return kernel
+    if impl != "auto":
+        raise ValueError(
+            f"impl={name!r} takes logits that are contiguous in their last dimension, these have strides {tuple(logits.stride())}: "
+            "use impl='auto' or 'torch', or logits.contiguous()"
+        )
+    return backends.select("row_pass", "torch", source.device, source.dtype)[1]
 
 
 def entropy_slope(config: LossConfig, like: Tensor, scale: Tensor) -> Tensor | None:
@@ -343,12 +366,6 @@ def chunk_rows(head: Head) -> int:
     return max(1, limit // (head.weight.shape[0] * size))
 
 
-def project(head: Head, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Gathered hidden rows [n, H] and their logits [n, V] in the model's type."""
-    h = head.hidden.index_select(0, rows)
-    return h, torch.nn.functional.linear(h, head.weight, head.bias)  # the bias inside: one rounding
-
-
 class HeadGradSum:
     """Collects the gradients of hidden states and LM head over the chunks. Sums over tokens are float32 (float64 for float64)."""
 
@@ -357,7 +374,8 @@ class HeadGradSum:
         wide = stat_dtype(head.hidden.dtype)
         device = head.hidden.device
         self.hidden = torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) if want[0] else None
-        self.weight = torch.zeros(head.weight.shape, dtype=wide, device=device) if want[1] else None
+        self.weight = torch.empty(head.weight.shape, dtype=wide, device=device) if want[1] else None
+        self.begun = False  # has ``weight`` been written?
         self.bias = torch.zeros(head.weight.shape[0], dtype=wide, device=device) if want[2] and head.bias is not None else None
 
     def add(self, rows: Tensor, h: Tensor, dz: Tensor) -> None:
@@ -365,12 +383,12 @@ class HeadGradSum:
         if self.hidden is not None:
             add_at(self.hidden, rows, dz @ self.head.weight)
         if self.weight is not None:
-            if dz.dtype == self.weight.dtype:
-                self.weight.addmm_(dz.T, h)
-            elif dz.is_cuda:
-                torch.addmm(self.weight, dz.T, h, out_dtype=self.weight.dtype, out=self.weight)
+            beta = 1 if self.begun else 0  # 0: what stands there is not read
+            self.begun = True
+            if dz.is_cuda and dz.dtype != self.weight.dtype:
+                torch.addmm(self.weight, dz.T, h, beta=beta, out_dtype=self.weight.dtype, out=self.weight)
             else:
-                self.weight.addmm_(dz.T.to(self.weight.dtype), h.to(self.weight.dtype))
+                self.weight.addmm_(dz.T.to(self.weight.dtype), h.to(self.weight.dtype), beta=beta)
         if self.bias is not None:
             self.bias.add_(dz.sum(dim=0, dtype=self.bias.dtype))
 
@@ -380,6 +398,7 @@ class HeadGradSum:
         if self.hidden is not None:
             add_at(self.hidden, rows, (c[:, None] * readout_vector(self.head, value_token_ids)).to(self.hidden.dtype))
         if self.weight is not None:
+            self._begin()
             column = c @ h
             self.weight[plus] += column
             self.weight[minus] -= column
@@ -387,8 +406,15 @@ class HeadGradSum:
             self.bias[plus] += c.sum()
             self.bias[minus] -= c.sum()
 
+    def _begin(self) -> None:
+        if not self.begun:
+            self.weight.zero_()
+            self.begun = True
+
     def finish(self) -> HeadGrads:
         """The gradients in the types of their inputs."""
+        if self.weight is not None:
+            self._begin()
         weight = None if self.weight is None else self.weight.to(self.head.weight.dtype)
         bias = None if self.bias is None else self.bias.to(self.head.bias.dtype)
         return HeadGrads(self.hidden, weight, bias)
@@ -412,7 +438,13 @@ def readout_from_hidden(head: Head, h: Tensor, value_token_ids: tuple[int, int])
 
 def each_chunk(head: Head, rows: Tensor, visit: Callable[[slice, Tensor, Tensor], None]) -> None:
     """Call ``visit(part, h, z)`` for the action rows chunk by chunk; ``z`` is the visitor's to overwrite."""
-    step = chunk_rows(head)
-    for lo in range(0, rows.shape[0], step):
-        part = slice(lo, min(lo + step, rows.shape[0]))
-        visit(part, *project(head, rows[part]))
+    step, n = chunk_rows(head), rows.shape[0]
+    space = head.hidden.new_empty((min(step, n), head.weight.shape[0]))  # one for all chunks
+    for lo in range(0, n, step):
+        part = slice(lo, min(lo + step, n))
+        h, z = head.hidden.index_select(0, rows[part]), space[: part.stop - lo]
+        if head.bias is None:
+            torch.mm(h, head.weight.T, out=z)
+        else:
+            torch.addmm(head.bias, h, head.weight.T, out=z)  # the bias inside: one rounding
+        visit(part, h, z)

@@ -87,7 +87,9 @@ def test_unselected_rows_are_never_read_and_get_zero(form):
         for inplace in (False, True):
             z = junk["logits"].clone().requires_grad_()
             fused_loss(**{**junk, "logits": z}, inplace=inplace).loss.backward()
-            assert torch.equal(z.grad, right["d_logits"])
+            # In place a kernel makes its own coefficients: the same formulas, its own exp().
+            assert torch.equal(z.grad, right["d_logits"]) or inplace and error(z.grad, right["d_logits"]) < 1e-6
+            assert (z.grad[~used] == 0).all()
 
 
 class _Allocations(TorchDispatchMode):
