@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import torch
 
+from sapo_fast.panels import panel_digest, suite_report, summary, write_panel
 from sapo_fast.records import Trajectory
 from sapo_fast.rollout.episodes import EpisodeRunner
 
+log = logging.getLogger("sapo_fast")
 PANEL_SEED = 20_000_003  # the panel's own sampling seed: independent of the run's, so that runs are compared on the same draws
 
 
@@ -42,6 +45,8 @@ def panel_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "eval/turns": sum(len(t.turns) for t in trajectories) / n,
         "eval/episodes": float(n),
     }
+    whole = summary(trajectories)["all"]
+    metrics |= {f"eval/{name}": whole[name] for name in ("score", "score_se") if name in whole}
     by_type: dict[str, list[bool]] = defaultdict(list)
     for trajectory in trajectories:
         if trajectory.task_type:
@@ -58,6 +63,7 @@ def evaluate_run(path: str, overrides: Sequence[str]) -> dict[str, float]:
         path: a run's folder (its config.yaml and newest checkpoint are used), or a model directory (defaults and ``overrides``).
         overrides: ``key=value`` settings laid over the configuration, e.g. ``eval.temperature=0 eval.episodes=512``.
 
+    Every episode, and a summary with the panel's hash, are written to the run's folder (a model's: to ``output_dir``).
     ValueError: ``path`` is neither, or a run without a checkpoint.
     """
     from sapo_fast import checkpoint
@@ -89,5 +95,14 @@ def evaluate_run(path: str, overrides: Sequence[str]) -> dict[str, float]:
         checkpoint.copy_into(checkpoint.unique_tensors(policy.model), checkpoint.load(newest).tensors["policy"])
     builder = prompt_builder(config, suite, policy.tokenizer)
     runner = make_runner(config, suite, make_engine(config, policy), builder, temperature=config.eval.temperature)
-    metrics, _ = Panel(runner, panel).run(progress=True)
+    metrics, trajectories = Panel(runner, panel).run(progress=True)
+    header = {
+        "suite": suite.name,
+        **suite_report(suite),
+        "model": path,
+        "temperature": config.eval.temperature,
+        "max_turns": config.env.max_turns,
+    }
+    written = write_panel(where if saved.is_file() else config.run_dir(), panel_digest(suite, panel, PANEL_SEED), header, trajectories)
+    log.info("every episode is in %s", written)
     return metrics

@@ -204,9 +204,10 @@ summary { cursor: pointer; padding: .3rem 0 }
 
 
 def _page(run_dir: Path, config: Config, records: Sequence[Mapping[str, Any]], out: Path, drawn: Mapping[str, str]) -> str:
+    panels = sorted(path.stem.removeprefix("panel-") for path in run_dir.glob("panel-*.json"))
     parts = [
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(run_dir.name)}</title><style>{_CSS}</style>",
-        f"<h1>{html.escape(run_dir.name)}</h1><div class='note'>{_sentence(config, records)}</div>",
+        f"<h1>{html.escape(run_dir.name)}</h1><div class='note'>{_sentence(config, records, panels)}</div>",
         "<div class='cards'>"
         + "".join(f"<div class='card'><b>{value}</b><span>{label}</span></div>" for label, value in _cards(records))
         + "</div>",
@@ -225,11 +226,11 @@ def _page(run_dir: Path, config: Config, records: Sequence[Mapping[str, Any]], o
     return "\n".join(parts)
 
 
-def _sentence(config: Config, records: Sequence[Mapping[str, Any]]) -> str:
+def _sentence(config: Config, records: Sequence[Mapping[str, Any]], panels: Sequence[str]) -> str:
     done = len(_numbers(records, "time/total"))
     return html.escape(
         f"{config.algorithm} on {config.env.name} with {config.model.path}, seed {config.seed}: {done} of {config.iterations} iterations, "
-        f"{done * config.episodes_per_iteration:,} episodes"
+        f"{done * config.episodes_per_iteration:,} episodes" + "".join(f"; evaluation panel {digest}" for digest in panels)
     )
 
 

@@ -263,7 +263,7 @@ def mean_curve(seeds: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarr
     return np.array(shared), rows.mean(axis=0), error
 
 
-_EVAL_TOTALS = ("eval/success", "eval/success_se", "eval/return", "eval/turns", "eval/episodes")
+_EVAL_TOTALS = ("eval/success", "eval/success_se", "eval/score", "eval/score_se", "eval/return", "eval/turns", "eval/episodes")
 
 
 def _phases(records: Records) -> dict[str, np.ndarray]:

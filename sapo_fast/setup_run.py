@@ -11,6 +11,7 @@ import numpy as np
 from sapo_fast.config import Config
 from sapo_fast.envs.base import TaskSuite
 from sapo_fast.models.load import Policy, load_policy
+from sapo_fast.panels import refuse_overlap
 from sapo_fast.records import Trajectory
 from sapo_fast.rollout.engine import Engine, Sampling
 from sapo_fast.rollout.episodes import EpisodeRunner
@@ -28,7 +29,7 @@ log = logging.getLogger("sapo_fast")
 def tasks_of(config: Config, suite: TaskSuite) -> tuple[Sequence[str], list[str]]:
     """Training tasks, and the evaluation panel: the first ``eval.episodes`` evaluation tasks, or all where there are fewer (told in the log).
 
-    ValueError: the suite has no training or no evaluation tasks.
+    ValueError: the suite has no training or no evaluation tasks, or a task in both.
     """
     train, panel = suite.train_tasks(), suite.eval_tasks()
     if not len(train) or not len(panel):
@@ -36,7 +37,9 @@ def tasks_of(config: Config, suite: TaskSuite) -> tuple[Sequence[str], list[str]
     wanted = config.eval.episodes
     if wanted > len(panel):
         log.warning("eval.episodes is %d, but %s has %d evaluation tasks: the panel is these", wanted, suite.name, len(panel))
-    return train, [panel[i] for i in range(min(wanted, len(panel)))]
+    chosen = [panel[i] for i in range(min(wanted, len(panel)))]
+    refuse_overlap(train, chosen)
+    return train, chosen
 
 
 def prompt_builder(config: Config, suite: TaskSuite, tokenizer: PreTrainedTokenizerBase) -> PromptBuilder:

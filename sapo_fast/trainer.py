@@ -24,10 +24,11 @@ from sapo_fast.algorithms import ALGORITHMS, Algorithm, OldPolicy, Targets, mont
 from sapo_fast.batch import RolloutBatch, build_rows
 from sapo_fast.config import Config
 from sapo_fast.envs import make_suite
-from sapo_fast.evaluate import Panel
+from sapo_fast.evaluate import PANEL_SEED, Panel
 from sapo_fast.learner import Learner
 from sapo_fast.mismatch import engine_old_policy, mismatch_metrics, token_weights
 from sapo_fast.models.load import Policy
+from sapo_fast.panels import panel_digest, suite_report, write_panel
 from sapo_fast.records import Trajectory
 from sapo_fast.rollout.collector import CollectorStats
 from sapo_fast.setup_run import build_policy, check_engine, make_engine, make_runner, prompt_builder, tasks_of
@@ -192,6 +193,8 @@ class Trainer:
         """Success on the fixed panel under the current weights; sample episodes go to the run's folder."""
         with self.phase("eval"):
             metrics, trajectories = self.panel.run()
+        header = {"suite": self.suite.name, **suite_report(self.suite), "iteration": self.iteration, "temperature": self.config.eval.temperature}
+        write_panel(self.run_dir, panel_digest(self.suite, self.panel.tasks, PANEL_SEED), header, trajectories)
         if self.config.log.sample_episodes:
             self.tracker.episodes(self.iteration, [episode_record(t) for t in trajectories[: self.config.log.sample_episodes]])
         metrics["time/eval"] = self.seconds["eval"]
