@@ -156,7 +156,7 @@ def serve_environment(cpu: bool) -> dict[str, str]:
 
 def serve_flags(arguments: Mapping[str, Any]) -> list[str]:
     """The engine's arguments as flags of `vllm serve`, with what this client needs of it."""
-    flags = ["--worker-extension-cls", setup.WORKER_EXTENSION, "--enable-prompt-tokens-details", "--disable-log-stats"]
+    flags = ["--worker-extension-cls", setup.WORKER_EXTENSION, "--enable-scale-out", "--enable-prompt-tokens-details", "--disable-log-stats"]
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         if value is True:
