@@ -28,7 +28,7 @@ import torch
 IMPLS = ("auto", "torch", "cpp", "triton", "cuda")
 OPERATIONS = ("row_pass", "turn_gae")
 
-_PROVIDERS = ("sapo_fast.row_pass", "sapo_fast.advantage", "sapo_fast.native", "sapo_fast.triton_rows")
+_PROVIDERS = ("sapo_fast.row_pass", "sapo_fast.advantage", "sapo_fast.native", "sapo_fast.cuda_rows", "sapo_fast.triton_rows")
 # Fastest first; a backend that does not serve the device, the dtype or this machine is passed over by "auto".
 _PREFERENCE = ("cuda", "triton", "cpp", "torch")
 
