@@ -285,6 +285,8 @@ class Config(Section):
         r = self.rollout
         if r.engine == "vllm" and not 0.01 <= r.temperature <= 2.0:
             raise ValueError(f"rollout.temperature must be in [0.01, 2] for vllm, got {r.temperature}; use rollout.engine=hf")
+        if r.engine == "vllm" and self.eval.temperature and not 0.01 <= self.eval.temperature <= 2.0:
+            raise ValueError(f"eval.temperature must be 0 or in [0.01, 2] for vllm, got {self.eval.temperature}; use rollout.engine=hf")
         if r.env_timeout is not None and not r.env_workers:
             raise ValueError(
                 f"rollout.env_timeout ({r.env_timeout:g}) needs threads to give up; set rollout.env_workers=4, or env_timeout=null"

@@ -100,6 +100,7 @@ def test_what_the_model_cannot_do_is_said_first(ids, context, live, match):
     ("settings", "match"),
     [
         (["rollout.engine=vllm", "rollout.temperature=3"], "use rollout.engine=hf"),
+        (["rollout.engine=vllm", "eval.temperature=0.001"], "eval.temperature must be 0 or in"),
         (["rollout.env_timeout=5"], "set rollout.env_workers=4"),
         (["rollout.old_policy=engine"], "needs rollout.engine=vllm"),
         (["rollout.old_policy=engine", "rollout.engine=vllm", "rollout.collector=lockstep"], "rollout.collector=auto"),
