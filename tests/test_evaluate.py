@@ -47,22 +47,22 @@ def test_the_same_tasks_and_seeds_every_time():
 class Lazy:
     """Only a length and indexing, as the protocol asks."""
 
-    def __init__(self, n):
-        self.n = n
+    def __init__(self, n, name):
+        self.n, self.name = n, name
 
     def __len__(self):
         return self.n
 
     def __getitem__(self, i):
         assert isinstance(i, int)
-        return f"task-{i}"
+        return f"{self.name}-{i}"
 
 
 class Suite:
     name = "few"
 
     def __init__(self, train, evaluation):
-        self.train_tasks, self.eval_tasks = lambda: Lazy(train), lambda: Lazy(evaluation)
+        self.train_tasks, self.eval_tasks = lambda: Lazy(train, "train"), lambda: Lazy(evaluation, "task")
 
 
 def test_a_panel_larger_than_the_suite_is_told(caplog):

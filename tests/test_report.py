@@ -203,17 +203,17 @@ def test_durations_in_the_unit_that_people_use(tmp_path, undrawn, seconds, shown
 def test_a_comparison_of_unlike_runs_counts_what_all_have(tmp_path, undrawn):
     runs = [
         make_run(tmp_path / "s1", seed=1, success=(0.2, 0.5, 0.9), seconds=2.0, peak=10.0),
-        make_run(tmp_path / "s0", seed=0, success=(0.6, 0.5, 0.5), seconds=4.0, peak=30.0, iterations=2, wanted=4),
+        make_run(tmp_path / "s0", seed=0, success=(0.6, 0.7, 0.5), seconds=4.0, peak=30.0, iterations=2, wanted=4),
     ]
     table = compare_report(runs, tmp_path / "out").read_text()
     (row,) = csv.DictReader((tmp_path / "out" / "comparison.csv").open())
     assert (row["iterations"], row["episodes"]) == ("2", "16"), "the shortest run's"
-    assert float(row["success_start"]) == pytest.approx(0.4) and float(row["success"]) == pytest.approx(0.7)
-    assert float(row["success_se"]) == pytest.approx(0.2) and float(row["seconds_per_iteration_se"]) == pytest.approx(1.0)
+    assert float(row["success_start"]) == pytest.approx(0.4) and float(row["success"]) == pytest.approx(0.8)
+    assert float(row["success_se"]) == pytest.approx(0.1) and float(row["seconds_per_iteration_se"]) == pytest.approx(1.0)
     assert float(row["peak_mb"]) == pytest.approx((13 + 31) / 2) and float(row["param_optimizer_mb"]) == 12
-    assert table.index("- sapo, seed 0: 0.500 (unfinished: 2 of 4 iterations)") < table.index("- sapo, seed 1: 0.900\n")
+    assert table.index("- sapo, seed 0: 0.700 (unfinished: 2 of 4 iterations)") < table.index("- sapo, seed 1: 0.900\n")
     (curves, bars), _ = undrawn["comparison.png"]
-    assert [(x.tolist(), y.tolist()) for x, y in curves["sapo"]] == [([0, 16, 32], [0.2, 0.5, 0.9]), ([0, 16], [0.6, 0.5])]
+    assert [(x.tolist(), y.tolist()) for x, y in curves["sapo"]] == [([0, 16, 32], [0.2, 0.5, 0.9]), ([0, 16], [0.6, 0.7])]
     assert bars["seconds an iteration"]["sapo"] == (pytest.approx(3.0), pytest.approx(1.0)) and bars["peak memory, MB"]["sapo"] == (22, 0.0)
 
 
