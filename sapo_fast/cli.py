@@ -98,6 +98,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("path", metavar="RUN_DIR")
     export.add_argument("out", metavar="OUT_DIR")
 
+    plan = command("plan", _plan, "Compute a configuration's memory by part, beside PPO's with a critic of its own; no weight is read.", keys)
+    plan.add_argument("config", metavar="CONFIG", help="a YAML file")
+    _override_argument(plan)
+
     command("check", _check, "Run every available backend against the reference and print the errors.")
     command("env", _env, "Print versions, devices and every backend with its reason.")
     return parser
@@ -114,7 +118,7 @@ def _override_argument(parser: argparse.ArgumentParser) -> None:
 
 def _settle_rest(parser: argparse.ArgumentParser, args: argparse.Namespace, rest: list[str]) -> None:
     """What argparse left over: overrides that stand between options, or a mistake."""
-    takes_overrides = args.command in ("train", "eval", "compare")
+    takes_overrides = args.command in ("train", "eval", "compare", "plan")
     known = [option for action in parser._subparsers._group_actions[0].choices[args.command]._actions for option in action.option_strings]
     for word in rest:
         if takes_overrides and not word.startswith("-"):
@@ -176,6 +180,13 @@ def _export(args: argparse.Namespace) -> None:
     from sapo_fast.run_folder import export
 
     print(f"exported to {export(Path(args.path), Path(args.out))}")
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from sapo_fast.config import load_config
+    from sapo_fast.memory_plan import describe
+
+    print(describe(load_config(args.config, args.overrides)))
 
 
 def _check(args: argparse.Namespace) -> int:
