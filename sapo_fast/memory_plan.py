@@ -129,6 +129,10 @@ def describe(config: Config) -> str:
     lines += [f"{part:<30}" + "".join(f"{columns[name][part] / _GIB:>10.2f}" for name in names) for part in columns[names[0]]]
     sapo, ppo = columns["sapo"]["peak"], columns["ppo"]["peak"]
     lines += ["", f"SAPO needs {1 - sapo / ppo:.1%} less than PPO of the same turn-level GAE with a critic of its own."]
+    if c.model.dtype == "bfloat16" and (felt := 256 * c.optim.lr) < 0.01:
+        lines.append(
+            f"Warning: a step of optim.lr={c.optim.lr:g} is rounded away in bfloat16 weights larger than about {felt:.1g}; use model.dtype=float32."
+        )
     if c.rollout.engine == "vllm":
         lines.append("The rollout engine's own memory (its weights and cache) comes on top, by its settings.")
     return "\n".join(lines)

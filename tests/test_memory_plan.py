@@ -40,10 +40,10 @@ def test_cache_and_activations_by_hand():
 def test_the_parts_add_up():
     config = load_config(str(CONFIGS / "alfworld_qwen2.5_1.5b.yaml"), [])
     sapo, ppo, grpo = (memory(config, algorithm) for algorithm in ("sapo", "ppo", "grpo"))
-    p = 1_543_714_304 * 2
+    p = 1_543_714_304 * 4
     assert (sapo["policy"], sapo["policy AdamW"], sapo["reference"], sapo["critic, gradient and AdamW"]) == (p, 2 * p, p, 0)
     assert ppo["critic, gradient and AdamW"] == 4 * p and ppo["peak"] - sapo["peak"] == 4 * p and grpo["peak"] == sapo["peak"]
-    assert sapo["key-value cache"] == 2 * 28 * 2 * 128 * 128 * 2560 * 2
+    assert sapo["key-value cache"] == 2 * 28 * 2 * 128 * 128 * 2560 * 4
     assert sapo["peak"] == 5 * p + max(sapo["key-value cache"], sapo["activations (estimate)"] + sapo["logits of a chunk"])
     assert (
         memory(load_config(str(CONFIGS / "alfworld_qwen2.5_1.5b.yaml"), ["loss.kl_coef=0", "value_warmup.iterations=0"]), "sapo")[
@@ -65,6 +65,16 @@ def test_recipes_are_valid_and_planned(name, algorithm, capsys):
     assert (config.iterations, config.episodes_per_iteration, config.optim.lr, config.loss.kl_coef) == (150, 128, 1e-6, 0.01)
     assert (config.advantage.gamma, config.advantage.lam, config.eval.temperature, config.prompt.window) == (0.95, 0.95, 0.4, 2)
     assert config.rollout.max_context_tokens == (4096 if webshop else 2048) + config.rollout.max_response_tokens
+
+
+def test_bfloat16_and_small_steps_are_warned_of(capsys):
+    import torch
+
+    weight = torch.tensor([0.02, 1e-4], dtype=torch.bfloat16)
+    assert (weight + 1e-6 == weight).tolist() == [True, False], "what the warning is about"
+    for dtype, lr, warned in (("bfloat16", 1e-6, True), ("bfloat16", 1e-3, False), ("float32", 1e-6, False)):
+        main(["plan", str(CONFIGS / RECIPES[0]), f"model.dtype={dtype}", f"optim.lr={lr}"])
+        assert ("rounded away in bfloat16" in capsys.readouterr().out) == warned
 
 
 def test_an_unknown_model_is_refused():

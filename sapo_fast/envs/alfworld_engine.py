@@ -75,6 +75,7 @@ class Translation:
         end = 8 + int.from_bytes(data[:8], "big")
         head = json.loads(zlib.decompress(data[8:end]))
         head["parameters"] = {action: [(name, kind) for name, kind in pairs] for action, pairs in head["parameters"].items()}
+        head["types"] = [(name, supertypes) for name, supertypes in head["types"]]
         zlib.decompress(data[end:])  # its checksum
         return cls(sas=data[end:], **head)
 
