@@ -26,8 +26,9 @@ from .loss_terms import LossConfig, Tokens
 from .row_pass import RowStats, _at_the_action, _merge_repeats
 
 #: (longest vocabulary, logits a program takes at a time, warps). A row that fits into the block is kept in registers and read once; a longer one walks
-#: through it, twice for a gradient. The number of rows plays no part: no call waits for a compilation but the first of its kind.
-LAUNCHES = [(1024, 1024, 4), (4096, 4096, 8), (16384, 16384, 16), (None, 4096, 8)]
+#: through it, twice for a gradient. A lane, of 64 a warp too, takes 8 logits or more: 16 bytes. The number of rows plays no part: no call waits for a
+#: compilation but the first of its kind.
+LAUNCHES = [(1024, 1024, 2), (4096, 4096, 8), (16384, 16384, 16), (None, 4096, 8)]
 
 
 def launch(vocabulary: int) -> dict[str, Any]:
