@@ -21,6 +21,7 @@ from sapo_fast.rollout.vllm import VLLMEngine
 from sapo_fast.rollout.weight_sync import WeightMismatch
 
 pytestmark = pytest.mark.timeout(1800)
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one test imports vLLM itself, perhaps before the first engine
 SMOLLM2 = Path(os.environ.get("SMOLLM2", "~/.cache/sapo_fast/smollm2-135m-instruct")).expanduser()
 EXACT = 5e-5  # what log-probs and value logits may differ by
 
