@@ -5,6 +5,7 @@ Needs ``pip install 'sapo_fast[webshop]'``.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
 
@@ -16,6 +17,7 @@ try:
 except ImportError as error:
     raise ModuleNotFoundError(f"WebShop's search needs bm25s and PyStemmer ({error}); pip install 'sapo_fast[webshop]'") from error
 
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG, and would tell of every index
 STOP_WORDS = frozenset(
     """
     a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was will

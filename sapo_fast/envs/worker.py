@@ -54,6 +54,11 @@ class Isolated:
     def eval_tasks(self) -> Sequence[str]:
         return self._suite.eval_tasks()
 
+    @property
+    def report(self) -> dict[str, Any]:
+        """What the suite itself wants said in reports."""
+        return dict(getattr(self._suite, "report", {}))
+
     def make(self) -> WorkerEnv:
         return WorkerEnv(self._start, self.timeout, self.start_timeout)
 
