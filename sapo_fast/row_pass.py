@@ -29,8 +29,9 @@ from torch import Tensor
 from . import backends
 from .loss_terms import LossConfig, Tokens, token_terms
 
-# Bytes of compact logits alive at once in the hidden form: large enough for efficient matrix products, small beside a model.
-CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 1024 * 2**20}
+# Bytes of compact logits alive at once in the hidden form: large enough for efficient matrix products, small beside a model. On a CPU, half of the head's
+# gradient where that is more: about 250 rows for hidden size 576.
+CHUNK_BYTES = {"cpu": 32 * 2**20, "cuda": 1024 * 2**20}
 # Bytes of one float32 temporary of the torch row pass: about a cache on a CPU.
 BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 # exp() of these is 0 in the type itself; a finite floor keeps 0 * x = 0 where x would be -inf.
@@ -357,13 +358,15 @@ class HeadGrads(NamedTuple):
     bias: Tensor | None
 
 
-def chunk_rows(head: Head) -> int:
-    """How many action rows are projected at once."""
-    limit = CHUNK_BYTES.get(head.hidden.device.type, CHUNK_BYTES["cuda"])
-    size = head.hidden.element_size()
-    if size < 4 and not head.hidden.is_cuda:
-        size += 4  # a float32 copy, for the head's gradient
-    return max(1, limit // (head.weight.shape[0] * size))
+def chunk_rows(head: Head, n: int) -> int:
+    """How many of n action rows are projected at once: as many as the memory allows, in chunks of one size."""
+    limit, size = CHUNK_BYTES.get(head.hidden.device.type, CHUNK_BYTES["cuda"]), head.hidden.element_size()
+    if not head.hidden.is_cuda:
+        wide = stat_dtype(head.hidden.dtype).itemsize
+        limit = max(limit, head.weight.numel() * wide // 2)
+        size += wide if size < 4 else 0  # a float32 copy, for the head's gradient
+    most = max(1, limit // (head.weight.shape[0] * size))
+    return -(-n // -(-n // most)) if n else 1
 
 
 class HeadGradSum:
@@ -438,7 +441,8 @@ def readout_from_hidden(head: Head, h: Tensor, value_token_ids: tuple[int, int])
 
 def each_chunk(head: Head, rows: Tensor, visit: Callable[[slice, Tensor, Tensor], None]) -> None:
     """Call ``visit(part, h, z)`` for the action rows chunk by chunk; ``z`` is the visitor's to overwrite."""
-    step, n = chunk_rows(head), rows.shape[0]
+    n = rows.shape[0]
+    step = chunk_rows(head, n)
     space = head.hidden.new_empty((min(step, n), head.weight.shape[0]))  # one for all chunks
     for lo in range(0, n, step):
         part = slice(lo, min(lo + step, n))
