@@ -248,7 +248,14 @@ __device__ __forceinline__ float taken_from(const RowsProblem& p, const Row<D>& 
 
 // ------------------------------------------------------------------------------------------------------------------- kernels
 
-inline constexpr int kMostWarps = 32, kMostCluster = 8;
+inline constexpr int kMostWarps = 20, kMostCluster = 8;  // of a block; blocks of a cluster
+
+// Threads the registers of an SM are cut for: 64 each, so that three blocks of V = 151,936 share one. The compiler for sm_100 needs 96.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+inline constexpr int kThreadsPerSM = 32 * kMostWarps;
+#else
+inline constexpr int kThreadsPerSM = 1024;
+#endif
 
 struct RowShared {
   Shared<RowPart<float>> warps[kMostWarps];
@@ -258,7 +265,7 @@ struct RowShared {
 
 // Statistics, slopes and gradient of a row held in registers: kVectors vectors a thread, by all threads of `cluster` blocks.
 template <class D, int kVectors, bool kCluster>
-__global__ void __launch_bounds__(32 * kMostWarps, 1) resident_kernel(RowsProblem p, int blocks) {
+__global__ void __launch_bounds__(kThreadsPerSM, 1) resident_kernel(RowsProblem p, int blocks) {
   SAPO_SHARED(RowShared, shared);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int cluster = kCluster ? blocks : 1;
@@ -409,7 +416,7 @@ struct ResidentPlan {
 
   // `vectors`: 16-byte vectors of a row at most; `most`: blocks a cluster may have.
   ResidentPlan(int64_t vectors, int vectors_per_thread, int most) {
-    for (int limit : {512, 1024}) {  // up to 512 threads several rows share an SM and hide each other's waiting
+    for (int limit : {512, 32 * kMostWarps}) {  // up to 512 threads two rows share an SM and hide each other's waiting
       for (cluster = 1; cluster <= most; cluster *= 2) {
         const int64_t a_warp = int64_t{32} * vectors_per_thread * cluster;
         threads = static_cast<int>((vectors + a_warp - 1) / a_warp < 64 ? (vectors + a_warp - 1) / a_warp * 32 : 2048);

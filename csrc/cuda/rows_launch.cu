@@ -5,7 +5,7 @@
 namespace sapo::cuda {
 namespace {
 
-// 8 vectors of 16 bytes a thread: 32 of the 64 registers a thread has where 1,024 share an SM.
+// Vectors of 16 bytes a thread holds of a row: 32 registers.
 constexpr int kVectors = 8;
 constexpr int kStreamThreads = 512;
 

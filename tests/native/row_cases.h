@@ -131,7 +131,11 @@ inline RowsProblem problem_of(Case& c, Result& r) {
 inline Case random_case(Random& random, int most_width, bool distinct) {
   const auto pick = [&](std::initializer_list<double> choices) { return choices.begin()[below(random, static_cast<int64_t>(choices.size()))]; };
   std::normal_distribution<double> normal;
+#if defined(SAPO_FEW_SHAPES)
+  const Type type = Type::bfloat16;
+#else
   const auto type = static_cast<Type>(below(random, 3));
+#endif
   const int width = static_cast<int>(chance(random, 0.3) ? 3 + below(random, 30) : 3 + below(random, most_width - 3));
   const int64_t height = 1 + below(random, 5);
   Buffer logits(type, height, width, random), out(type, height, width, random);
