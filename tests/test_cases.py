@@ -18,6 +18,8 @@ from sapo_fast import (
     token_logprobs,
     turn_gae,
 )
+from sapo_fast.batch import build_rows, pack
+from sapo_fast.records import Trajectory, Turn
 
 F64 = torch.float64
 
@@ -90,6 +92,25 @@ def test_normalising():
     for x in (tensor(0.7), tensor(*[0.1] * 9), tensor(-3, -3)):
         assert torch.equal(normalize_advantages(x), torch.zeros_like(x))
     assert torch.equal(normalize_advantages(tensor(5, math.nan), valid=torch.tensor([True, False])), tensor(0, 0))
+
+
+def test_response_length_counts_response_tokens():
+    """Mask 000 1111 000 11111: 9. Wrong: 12, contexts between counted."""
+    first = Turn([1, 2, 3], [4, 5, 6, 7], [0.0] * 4)
+    turns = [first, Turn([*first.prompt_ids, *first.response_ids, 8, 9, 10], [11, 12, 13, 14, 15], [0.0] * 5)]
+    batch = build_rows([Trajectory("t", 0, turns)])
+    assert batch.tokens_per_turn().tolist() == [4, 5] and batch.num_tokens == 9 and len(batch.rows) == 1
+    assert pack(batch, [0]).actions.tolist() == [4, 5, 6, 7, 11, 12, 13, 14, 15]
+
+
+def test_a_sampled_end_is_trained_also_where_it_is_the_padding_id_and_an_appended_one_is_not():
+    """Wrong: the final end is masked as padding; an end that we appended to a cut response is trained."""
+    end = 2
+    turns = [Turn([5, 6], [7, end], [0.0] * 2), Turn([5, 6, 7, end, 8], [9], [0.0], finish_reason="length")]
+    turns.append(Turn([5, 6, 7, end, 8, 9, end, 4], [3, end], [0.0] * 2))  # the end after 9 was not sampled: it is context
+    micro = pack(build_rows([Trajectory("t", 0, turns)]), [0])
+    assert micro.input_ids.tolist() == [5, 6, 7, end, 8, 9, end, 4, 3, end], "one row, no padding"
+    assert micro.actions.tolist() == [7, end, 9, 3, end] and (micro.action_rows + 1).tolist() == [2, 3, 5, 8, 9]
 
 
 # ------------------------------------------------------------------------------------------------ masked vocabulary and readout

@@ -79,6 +79,13 @@ def test_an_update_goes_where_the_targets_are():
     assert moved[:2].sum() > 0 > moved[2]
 
 
+def test_the_clip_is_around_the_values_that_played():
+    """Wrong: old values read anew at every step, so that nothing is ever clipped."""
+    settings = {"kl_coef": 0.0, "v_clip": 1e-3, "q_clip": 1e-3}
+    metrics, _ = update(learner(optim={"lr": 1e-3, "epochs": 6}, loss=settings))
+    assert metrics["v_clip_fraction"] > 0.3 and metrics["q_clip_fraction"] > 0.3
+
+
 def test_the_gradient_is_cut_to_its_largest_norm():
     subject = learner(optim={"max_grad_norm": 0.01})
     seen = []

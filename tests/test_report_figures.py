@@ -44,9 +44,9 @@ RUN = [
         "eval/turns": 9,
     },
     {"iteration": 1, "train/success": 0.4},
-    {"iteration": 2, "train/success": 0.7, "eval/success": 0.6, "eval/success_se": 0.1, "eval/put": 0.9, "eval/cool": 0.5, "eval/turns": 9},
+    {"iteration": 2, "train/success": 0.7, "eval/success": 0.6, "eval/success_se": 0.1, "eval/put": 0.5, "eval/cool": 0.9, "eval/turns": 9},
     {"iteration": 3, "train/success": 1.0},
-    {"iteration": 4, "eval/success": 0.8, "eval/success_se": 0.02, "eval/put": 0.95, "eval/cool": 0.6, "eval/turns": 9},
+    {"iteration": 4, "eval/success": 0.8, "eval/success_se": 0.02, "eval/put": 0.6, "eval/cool": 0.95, "eval/turns": 9},
 ]
 
 
@@ -61,7 +61,7 @@ def test_the_learning_curve_is_success_over_episodes(drawn):
     assert [(text.get_text(), text.xy) for text in axis.texts] == [("20%", (0, 0.2)), ("80%", (32, 0.8))]
     (span,) = [patch for patch in axis.patches if patch.get_label() == "value warm-up"]
     assert (span.get_x(), span.get_width()) == (0, 16)
-    assert [text.get_text() for text in types.get_yticklabels()] == ["cool", "put"]  # worst below
+    assert [text.get_text() for text in types.get_yticklabels()] == ["put", "cool"]  # worst below
     assert [patch.get_width() for patch in types.patches] == [0.6, 0.95]
     assert line(types, "first evaluation")[0] == [0.4, 0.3]
 
