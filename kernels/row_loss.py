@@ -63,8 +63,8 @@ def row_loss(
     c, low = scales(inv_temperature)
     taken = load_taken(x, action, vocabulary, stride_x_col)  # before anything is written, by the barriers in the fold
     first, top, r, t = fold_row(x, vocabulary, stride_x_col, w_plus, w_minus, c, low, BLOCK, ON_CHIP)
-    logprob, scaled_top, log_sum, spread = statistics(taken, top, r, t, inv_temperature)
-    store_statistics(STATS, n, i, logprob, scaled_top, log_sum, spread)
+    logprob, log_sum, spread = statistics(taken, top, r, t, inv_temperature)
+    store_statistics(STATS, n, i, logprob, top, log_sum, spread)
 
     log_ratio = 0.0
     if OLD is not None:

@@ -90,10 +90,10 @@ def _fold_pairs(x, m, r, t, c, low, BLOCK: tl.constexpr):
 
 @triton.jit
 def statistics(taken, top, r, t, inv_temperature):
-    """(logprob, m / temperature, log_sum, spread) as RowStats has them."""
+    """(logprob, log_sum, spread) as RowStats has them."""
     log_sum = log1p(r)
     spread = tl.div_rn(-t * inv_temperature, 1.0 + r)
-    return (taken - top) * inv_temperature - log_sum, top * inv_temperature, log_sum, spread
+    return (taken - top) * inv_temperature - log_sum, log_sum, spread
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def load_taken(X, action, vocabulary, stride):
 
 @triton.jit
 def store_statistics(STATS, n, i, logprob, top, log_sum, spread):
-    """Column i of STATS [4, n]."""
+    """Column i of STATS [4, n]. The largest logit goes in as it is: divided by the temperature it could not be told exactly from the quotient."""
     at = STATS + i
     tl.store(at, logprob)
     tl.store(at + n, top)

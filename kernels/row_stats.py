@@ -27,5 +27,5 @@ def row_stats(
     c, low = scales(inv_temperature)
     taken = load_taken(x, action, vocabulary, stride_col)
     _, top, r, t = fold_row(x, vocabulary, stride_col, w_plus, w_minus, c, low, BLOCK, ON_CHIP)
-    logprob, top, log_sum, spread = statistics(taken, top, r, t, inv_temperature)
+    logprob, log_sum, spread = statistics(taken, top, r, t, inv_temperature)
     store_statistics(STATS, n, i, logprob, top, log_sum, spread)

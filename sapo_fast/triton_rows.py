@@ -38,7 +38,7 @@ def launch(vocabulary: int) -> dict[str, Any]:
 
 
 class TritonRows:
-    """`sapo_fast.row_pass.OnePassKernel`."""
+    """`sapo_fast.row_pass.OnePassKernel`. Its statistics' ``top`` is the largest logit itself, not divided by the temperature."""
 
     merges_repeats = False
 

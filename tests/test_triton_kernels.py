@@ -57,6 +57,7 @@ def compare(z, rows, actions, ids, temperature=1.0, a=None, b=None, within=12):
     right = PLAIN.stats(z.double(), rows, actions, ids, temperature)
     plain = PLAIN.stats(z, rows, actions, ids, temperature)
     found = KERNEL.stats(z, rows, actions, ids, temperature)
+    right, plain = (s._replace(top=s.top * temperature) for s in (right, plain))  # the kernel's is not divided
     unit = 2.0**-24 * max(1.0, float(right.logprob.abs().max()))
     for name, x, y, w in zip(found._fields, found, plain, right, strict=True):
         assert x.dtype == torch.float32
@@ -68,6 +69,8 @@ def compare(z, rows, actions, ids, temperature=1.0, a=None, b=None, within=12):
     for kernel, x, stats in ((KERNEL, z, found), (PLAIN, z, plain), (PLAIN, z.double(), right)):
         out = torch.full(x.shape, 7.0, dtype=x.dtype, device=x.device)
         slopes = (s if s is None else s.to(stats.logprob.dtype) for s in (a, b))
+        if kernel is PLAIN:
+            stats = stats._replace(top=stats.top / temperature)
         kernel.grad(x, rows, actions, stats, *slopes, ids, temperature, out)
         grads.append(out)
     floor = within * unit + 2 * HALF_FLOOR[z.dtype]
