@@ -79,6 +79,14 @@ def test_an_update_goes_where_the_targets_are():
     assert moved[:2].sum() > 0 > moved[2]
 
 
+def test_cutting_into_micro_batches_changes_no_gradient():
+    norms = []
+    for budget in (1000, 1):
+        metrics, _ = update(learner(optim={"micro_batch_tokens": budget}))
+        norms.append((metrics["grad_norm"], metrics["policy_loss"], metrics["v_loss"], metrics["entropy"]))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
 def test_the_clip_is_around_the_values_that_played():
     """Wrong: old values read anew at every step, so that nothing is ever clipped."""
     settings = {"kl_coef": 0.0, "v_clip": 1e-3, "q_clip": 1e-3}
