@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from sapo_fast.models.packed import lm_head_of
 from sapo_fast.rollout import vllm_setup as setup
 from sapo_fast.rollout.engine import Completion, EngineDied, Request, Sampling, check_requests
-from sapo_fast.rollout.weight_sync import CanaryAnswer, SyncReport, WeightSync
+from sapo_fast.rollout.weight_sync import CanaryAnswer, SyncReport, WeightMismatch, WeightSync
 
 log = logging.getLogger("sapo_fast")
 _live: weakref.ref[VLLMEngine] | None = None  # vLLM keeps process-wide state: groups, memory pools, thread settings
@@ -234,7 +234,12 @@ class VLLMEngine:
             self._asleep = True
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._llm.collective_rpc("sapo_load", args=(weights,))
+        try:
+            self._llm.collective_rpc("sapo_load", args=(weights,))
+        except Exception as error:
+            raise WeightMismatch(
+                f"vLLM could not load the weights ({type(error).__name__}: {error}): its layers may hold packed copies"
+            ) from error
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._llm.reset_prefix_cache())

@@ -156,7 +156,13 @@ def serve_environment(cpu: bool) -> dict[str, str]:
 
 def serve_flags(arguments: Mapping[str, Any]) -> list[str]:
     """The engine's arguments as flags of `vllm serve`, with what this client needs of it."""
-    flags = ["--worker-extension-cls", setup.WORKER_EXTENSION, "--enable-scale-out", "--enable-prompt-tokens-details", "--disable-log-stats"]
+    flags = [
+        "--worker-extension-cls",
+        setup.WORKER_EXTENSION,
+        "--enable-scale-out",
+        "--enable-prompt-tokens-details",
+        "--disable-log-stats",
+    ]
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         if value is True:
@@ -290,6 +296,9 @@ class VLLMServerEngine:
         """One request and its answer, with the number of prompt tokens found in the prefix cache. Blocks; safe in any thread."""
         arguments = setup.sampling_arguments(request, sampling, self._banned, self.max_context_tokens)
         arguments["logit_bias"] = {str(i): bias for i, bias in arguments["logit_bias"].items()}
+        # The server cuts each position's list, led by the sampled token, to ``logprobs`` entries: one id more makes room for both.
+        spare = next(i for i in range(3) if i not in self._banned)
+        arguments |= {"logprob_token_ids": [*self._banned, spare], "logprobs": 3}
         body = {"token_ids": [int(i) for i in request.prompt_ids], "sampling_params": arguments}
         answer = self._client.call("POST", "/inference/v1/generate", body)
         choice = answer["choices"][0]

@@ -262,15 +262,26 @@ def test_an_engine_that_died_comes_back_with_the_current_weights(room, monkeypat
     assert [c.token_ids for c in room.engine.generate(requests, Sampling(1.0, 6))] == [c.token_ids for c in expected]
 
 
-def test_the_trap_of_the_tied_head_is_found_at_the_start(monkeypatch):
-    """vLLM's default on CPU: linear layers compute with packed copies, so that new weights never reach a tied head."""
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_the_trap_of_the_tied_head_is_found_at_the_start(monkeypatch, everywhere):
+    """vLLM's default on CPU: layers compute with packed copies of their weights, which new weights never reach. The head keeps the parameter
+    beside its copy, so that loading succeeds, in vain; the other layers drop it, and refuse to load."""
     import vllm._custom_ops as ops
+    from vllm.model_executor.layers import utils
 
     from sapo_fast.rollout import vllm_worker
 
+    dispatch = utils.dispatch_cpu_unquantized_gemm
+
+    def packed(layer, remove_weight):
+        monkeypatch.setattr(ops, "_supports_onednn", everywhere or not remove_weight)
+        dispatch(layer, remove_weight)
+
     monkeypatch.setattr(vllm_worker, "keep_plain_weights", lambda: None)
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", packed)
     monkeypatch.setattr(ops, "_supports_onednn", True)
-    with pytest.raises(WeightMismatch) as caught:
+    found = "could not load the weights" if everywhere else "bit for bit, yet its log-probs differ by"
+    with pytest.raises(WeightMismatch, match=found) as caught:
         VLLMEngine(prepare_whole(tiny(tied=True)), value_token_ids=(513, 514), max_context_tokens=400, max_live=4)
     print(f"\n{caught.value}")
 

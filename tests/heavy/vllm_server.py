@@ -37,7 +37,6 @@ def test_logprobs_and_v_are_exact_before_and_after_updates(room):
     after = room.gaps(1.0, seed=1), room.gaps(0.7, seed=2)
     print(f"server: before {before}, after 5 steps {after}; sync and proof {max(seconds):.2f} s at most, {room.engine.last_sync}")
     assert max(*before[0], *before[1], *after[0], *after[1]) <= EXACT
-    assert room.engine.stats.cached_tokens > 0, "the server reports what its prefix cache held"
 
 
 def test_q_is_read_by_one_more_token(room):
