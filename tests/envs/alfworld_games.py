@@ -39,6 +39,14 @@ def stock():
     return AlfredDemangler(PddlEnv(textworld.EnvInfos(won=True, admissible_commands=True)))
 
 
+def restless(rng, commands, last):
+    """A random command, with a liking for those that change something, each followed by a look at what it changed."""
+    if last.split()[:1] and last.split()[0] in ("take", "move", "open", "close"):
+        return "examine " + " ".join(last.split()[-2:])
+    changing = [c for c in commands if c.split()[0] in ("take", "move", "open", "close", "heat", "cool", "clean", "slice", "use")]
+    return rng.choice(changing) if changing and rng.random() < 0.6 else rng.choice([*commands, "dance", " inventory ", ""])
+
+
 # ---- the engine ---------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -47,11 +55,12 @@ def test_every_byte_is_the_stock_engines(suite, stock, kind):
     task = next(task for task in suite.train_tasks() if task_type(task) == kind)
     env, rng = suite.make(), random.Random(kind)
     stock.load(str(suite.root / task / "game.tw-pddl"))
-    for walk in ([None] * 25, walkthrough(suite, task)):
+    for walk in ([None] * 40, walkthrough(suite, task)):
+        last = ""
         state, (text, info) = stock.reset(), env.reset(options={"task": task})
         assert (text, info["admissible_commands"]) == (state.feedback, state["admissible_commands"])
         for command in walk:
-            command = command or rng.choice([*info["admissible_commands"], "dance", " inventory ", ""])
+            command = last = command or restless(rng, info["admissible_commands"], last)
             state, score, done = stock.step(command)
             text, reward, over, truncated, info = env.step(command)
             assert text == state.feedback and info["admissible_commands"] == state["admissible_commands"], command
@@ -59,6 +68,29 @@ def test_every_byte_is_the_stock_engines(suite, stock, kind):
             if over:
                 break
     assert over and reward == 1.0
+
+
+def test_queries_are_answered_as_by_textworld(suite, stock):
+    """In the same order, and never two placeholders for one entity (which no query of ALFRED's grammar would show)."""
+    from textworld.logic import Rule
+
+    task = suite.train_tasks()[0]
+    stock.load(str(suite.root / task / "game.tw-pddl"))
+    stock.reset()
+    env = suite.make()
+    env.reset(options={"task": task})
+    for query in (
+        "inreceptacle(o:object, r:receptacle)",
+        "inreceptacle(o:object, r:receptacle) & inreceptacle(p:object, r:receptacle)",
+        "openable(r:receptacle) & receptacleatlocation(r:receptacle, l:location)",
+        "receptacletype(r:receptacle, t:rtype) & cancontain(t:rtype, k:otype) & objecttype(o:object, k:otype)",
+        "opened(r:receptacle)",
+    ):
+        theirs = [
+            {(placeholder.name, placeholder.type): entity.name for placeholder, entity in found.items()}
+            for found in stock._pddl_state.all_assignments(Rule.parse_conjunctive_query(query), {})
+        ]
+        assert list(env._engine._facts.assignments(query, {})) == theirs and (theirs or query.startswith("opened"))
 
 
 def test_a_walkthrough_and_the_planner_win(suite):
