@@ -58,7 +58,7 @@ def test_builtin_suite_with_options():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("houshold", {}, r"unknown environment 'houshold'; did you mean 'household'\? \(known: household, alfworld, webshop, isolated\).*module:attribute"),
+        ("houshold", {}, r"'houshold'; did you mean 'household'\? \(known: household, alfworld, webshop, isolated\).*module:attribute"),
         ("chess", {}, r"unknown environment 'chess' \(known: household, alfworld, webshop, isolated\)"),
         ("household", {"n_trian": 3}, r"unknown option of environment 'household' 'n_trian'; did you mean 'n_train'"),
         ("household", {"n_train": 0}, "n_train must be an integer >= 1"),
