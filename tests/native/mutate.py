@@ -65,11 +65,6 @@ CHANGES = {
         ("rows that do not exist", "row >= 0 && row < p.height ? row : -1", "row >= 0 ? row : -1"),
         ("other actions of a repeated row forgotten", "  out.data[action * out.stride] = D::narrow(", "  (void)D::narrow("),
         ("slopes not divided by the temperature", "a = p.a[i] / p.temperature;", "a = p.a[i];"),
-        (
-            "the action read after the gradient went over it",
-            "finish(part, taken, p.temperature)",
-            "finish(part, taken_from(p, Row<D>(p.out, at, p.width), p.actions[i]), p.temperature)",
-        ),
         ("scaled where the factor is 1", "  if (by == 1.0f) return;\n", "  if (by != 1.0f) return;\n"),
     ],
 }
