@@ -379,6 +379,20 @@ def test_compare_finishes_the_others_when_one_fails(caplog, tmp_path, run_dir, m
     assert "| grpo | 1 | 2 |" in (tmp_path / "comparison.md").read_text()
 
 
+def test_a_run_is_finished_when_its_last_checkpoint_and_its_last_evaluation_are_there(tmp_path, monkeypatch):
+    run = compare_module._Run(load_config(SMOKE, [f"output_dir={tmp_path}", "iterations=4"]))
+    assert run.iterations_done() == 0 and not run.finished()
+    found = {"latest": tmp_path / "iteration-000004"}
+    monkeypatch.setattr(compare_module.checkpoint, "latest", lambda folder: found["latest"])
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"iteration": 0, "eval/success": 0.5}\n{"iteration": 1}\n')
+    assert run.iterations_done() == 2 and not run.finished(), "the evaluation is of the beginning"
+    log.write_text('{"iteration": 3}\n{"iteration": 4, "eval/success": 0.5}\n')
+    assert run.iterations_done() == 4 and run.finished()
+    found["latest"] = tmp_path / "iteration-000002"
+    assert not run.finished()
+
+
 def test_an_interrupted_comparison_ends_its_runs_politely(tmp_path, monkeypatch):
     processes = []
 
@@ -387,6 +401,7 @@ def test_an_interrupted_comparison_ends_its_runs_politely(tmp_path, monkeypatch)
         run.process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         assert run.process.stdout.readline() == "up\n"
         processes.append(run.process)
+        assert run.config.threads == 3
         return run
 
     def ctrl_c(_):
@@ -395,7 +410,7 @@ def test_an_interrupted_comparison_ends_its_runs_politely(tmp_path, monkeypatch)
     monkeypatch.setattr(compare_module, "_start", start)
     monkeypatch.setattr(compare_module, "_make_warm_start", lambda config: None)
     monkeypatch.setattr(compare_module, "time", SimpleNamespace(sleep=ctrl_c))
-    assert cli.main(["compare", "--config", SMOKE, "--seeds", "0", "--jobs", "2", "--out", str(tmp_path)]) == 130
+    assert cli.main(["compare", "--config", SMOKE, "--seeds", "0", "--jobs", "2", "--threads", "3", "--out", str(tmp_path)]) == 130
     assert [process.returncode for process in processes] == [130, 130]
 
 
