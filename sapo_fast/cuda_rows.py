@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import backends, native
 from .loss_terms import LossConfig, Tokens
-from .row_pass import RowStats, TorchRows, _merge_repeats, one_pass
+from .row_pass import RowStats, TorchRows, merge_repeats, one_pass
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -54,7 +54,7 @@ class CudaRows:
     ) -> None:
         same = first = None
         if rows is not None:
-            a, b, same, first = _merge_repeats(rows, actions, logits.shape, a, b)
+            a, b, same, first = merge_repeats(rows, actions, logits.shape, a, b)
         given = (torch.stack(stats), _dense(a), _dense(b), _dense(same), _dense(first))
         torch.ops.sapo_fast.cuda_row_grad(logits, _dense(rows), _dense(actions), *given, *value_token_ids, temperature, out)
 

@@ -275,8 +275,8 @@ class TorchRows:
         b = None if b is None else b / temperature
         same_action, first = a, None
         if rows is not None:
-            a, b, same_action, first = _merge_repeats(rows, actions, logits.shape, a, b)
-        one_hot = _at_the_action(stats, a, b, same_action).to(out.dtype)
+            a, b, same_action, first = merge_repeats(rows, actions, logits.shape, a, b)
+        one_hot = at_the_action(stats, a, b, same_action).to(out.dtype)
         step = _block_rows(logits.shape[1], dtype, logits.device)
         for lo in range(0, n, step):
             hi = min(lo + step, n)
@@ -299,7 +299,7 @@ class TorchRows:
             out.index_put_((rows, actions), one_hot)  # again, the same where it repeats
 
 
-def _at_the_action(stats: RowStats, a: Tensor, b: Tensor | None, same_action: Tensor) -> Tensor:
+def at_the_action(stats: RowStats, a: Tensor, b: Tensor | None, same_action: Tensor) -> Tensor:
     """The gradient at the action itself, [n], from the statistics alone: P (1 - q) - (A - P) q + B q (log q + H).
 
     A and B are sums over the row's occurrences, P over those with this action. 1 - q comes from log q: exact where q is near 1.
@@ -311,7 +311,7 @@ def _at_the_action(stats: RowStats, a: Tensor, b: Tensor | None, same_action: Te
     return g
 
 
-def _merge_repeats(
+def merge_repeats(
     rows: Tensor, actions: Tensor, shape: torch.Size, a: Tensor, b: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """For each occurrence of a row: sums of A and B over all of them, the sum of A over those with the same action, and the first one.

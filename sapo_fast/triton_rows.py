@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import backends
 from .loss_terms import LossConfig, Tokens
-from .row_pass import RowStats, _at_the_action, _merge_repeats
+from .row_pass import RowStats, at_the_action, merge_repeats
 
 #: (longest vocabulary, logits a program takes at a time, warps). A row that fits into the block is kept in registers and read once; a longer one walks
 #: through it, twice for a gradient. A lane, of 64 a warp too, takes 8 logits or more: 16 bytes. The number of rows plays no part: no call waits for a
@@ -61,8 +61,8 @@ class TritonRows:
         b = None if b is None else b / temperature
         same_action, first = a, None
         if rows is not None:
-            a, b, same_action, first = _merge_repeats(rows, actions, logits.shape, a, b)
-        at_action = _at_the_action(stats, a, b, same_action)
+            a, b, same_action, first = merge_repeats(rows, actions, logits.shape, a, b)
+        at_action = at_the_action(stats, a, b, same_action)
         _grad(logits, rows, first, actions, torch.stack(stats), a, b, at_action, *value_token_ids, temperature, out)
         if rows is not None:
             out.index_put_((rows, actions), at_action.to(out.dtype))  # the actions of a row that repeats; again, the same for others
