@@ -140,7 +140,6 @@ def select(operation: str, impl: str, device: torch.device, dtype: torch.dtype) 
     return name, _loaded[(operation, name)]
 
 
-@torch.compiler.assume_constant_result
 def _choose(operation: str, impl: str, device: torch.device, dtype: torch.dtype) -> str:
     """The name of the backend; its object is loaded."""
     _import_providers()
@@ -171,6 +170,10 @@ def _choose(operation: str, impl: str, device: torch.device, dtype: torch.dtype)
             return backend
         passed_over.append(f"not {backend}: {reason}")
     raise RuntimeError(f"no implementation of {operation} for {device.type}: {'; '.join(passed_over)}")
+
+
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo (and triton) together with this package.
+_choose._dynamo_marked_constant = True
 
 
 def check_impl(impl: str) -> None:

@@ -11,7 +11,9 @@ def test_every_available_backend_is_right_and_listed():
     assert all(row.ok for row in table), [row for row in table if not row.ok]
     assert all(row.error < 1e-12 for row in table if row.dtype == "float64")
     listed = {row.backend for row in table if row.device == "cpu"}
-    assert {x.backend for x in backends.explain() if x.available and "cuda" not in x.reason} == listed
+    # In these tests Triton's interpreter stands in for a GPU, and serves CPU tensors.
+    serving = {x.backend for x in backends.explain() if x.available and (x.backend == "triton" or "cuda" not in x.reason)}
+    assert serving == listed
     assert {row.operation for row in table} == {"fused_loss from hidden", "fused_loss from logits", "token_logprobs", "turn_gae"}
 
 
