@@ -323,8 +323,13 @@ def test_version(capsys):
 def test_an_interrupted_run_keeps_a_checkpoint_and_exits_130(tmp_path, cache, run_dir, number):
     folder = tmp_path / "run"
     arguments = ["train", "--config", SMOKE, *settings(folder, cache), "iterations=500", "checkpoint.every=0", "eval.every=0"]
+    # A shell that puts the tests in the background makes them, and this run, deaf to SIGINT.
     process = subprocess.Popen(
-        [sys.executable, "-m", "sapo_fast.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-m", "sapo_fast.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 240
     while not (folder / "metrics.jsonl").is_file() and time.monotonic() < deadline and process.poll() is None:
