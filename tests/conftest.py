@@ -3,16 +3,33 @@
 Without a GPU the Triton kernels run in triton's interpreter, mended (helpers_interpreter.py); with one, compiled, on it.
 """
 
+import contextlib
 import importlib.util
-import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports a kernel
-    import helpers_interpreter
+_WITHOUT_GPU = importlib.util.find_spec("triton") is not None and not torch.cuda.is_available()
 
+
+@contextlib.contextmanager
+def interpreting() -> Iterator[None]:
+    """Kernels defined meanwhile run in the interpreter, where there is no GPU. Programs that tests start do not inherit it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if _WITHOUT_GPU:
+            patch.setenv("TRITON_INTERPRET", "1")
+        yield
+
+
+if _WITHOUT_GPU:
+    with interpreting():  # triton itself and whatever asks for the variable once
+        import helpers_interpreter
+
+        from sapo_fast import triton_rows
+        from sapo_fast.kernels import row_grad, row_loss, row_stats, scale  # noqa: F401
+
+        triton_rows.obstacle()
     helpers_interpreter.mend()
 
 

@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import numpy as np
+import triton.experimental.gluon  # noqa: F401  (a launch imports it, and it asks for TRITON_INTERPRET)
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 

@@ -130,6 +130,10 @@ def test_reasons_are_told(monkeypatch):
     assert triton_rows.obstacle.__wrapped__() == "triton is not installed: pip install 'sapo_fast[triton]'"
 
 
+def test_other_tests_do_not_inherit_the_interpreter():
+    assert not triton_rows._interpreted()
+
+
 def test_importing_the_package_does_not_import_triton():
     """And without the interpreter a CPU is refused, by name too."""
     code = (
